@@ -92,7 +92,7 @@ class CommandExecutor:
         if command.refusal is not None:
             raise command.refusal
         if run.state is RunState.LOST and command.method != "LoadCheckpoint":
-            raise run.lost_error(await self._newest_state(run))
+            raise run.lost_error((await self._checkpoints.newest_states.find(run.run_id)).path)
         return await self._methods[command.method](run, command, self._decode(command), progress)
 
     def _decode(self, command: Command) -> Any:
@@ -224,10 +224,8 @@ class CommandExecutor:
         run.step, run.in_engine, run.state = loaded.step, True, RunState.READY
         await self._registry.persist_if_possible(run)
         _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
-        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(await self._newest_state(run))))
-
-    async def _newest_state(self, run: RunRecord) -> str:
-        return (await asyncio.to_thread(self._checkpoints.newest_state, run.run_id)).path
+        newest = await self._checkpoints.newest_states.find(run.run_id)
+        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path)))
 
     async def _publish_weights(
         self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress

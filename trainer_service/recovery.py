@@ -237,7 +237,7 @@ class Recovery:
         """Convert a lost run's newest snapshot to a checkpoint, unless its newest state checkpoint is as recent."""
         try:
             snapshot = await asyncio.to_thread(run.snapshots.newest)
-            newest = await asyncio.to_thread(self._checkpoints.newest_state, run.run_id)
+            newest = await self._checkpoints.newest_states.find(run.run_id)
             if snapshot is not None and snapshot.seq_id > newest.seq_id:
                 await self._save_checkpoint(run, snapshot)
         except (errors.PacelineError, OSError) as error:

@@ -171,5 +171,6 @@ class RunLifecycle:
                 with suppress(errors.EngineUnavailable):  # an engine that is down holds no runs
                     await self._engine.delete_run(record.run_id)
             await self._publisher.forget(record)
+            self._checkpoints.newest_states.forget(record.run_id)
             await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)

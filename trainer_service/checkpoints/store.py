@@ -30,6 +30,7 @@ from paceline.types import Checkpoint, CheckpointKind, ServedModel
 from paceline.weights.summary import summarize
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints import expiry
+from trainer_service.checkpoints.newest_states import NO_CHECKPOINT, NewestStates, StateCheckpoint
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.volume_files import tenant_of
@@ -50,17 +51,6 @@ class FileHeader:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StateCheckpoint:
-    """A state checkpoint and the seq_id of the command that made it."""
-
-    path: str
-    seq_id: int
-
-
-NO_CHECKPOINT = StateCheckpoint("", -1)
-
-
 class CheckpointStore:
     """Saves, finds, lists and deletes checkpoints. Every path is parsed and validated before it is used."""
 
@@ -73,6 +63,7 @@ class CheckpointStore:
         self._locks: WeakValueDictionary[CheckpointPath, asyncio.Lock] = WeakValueDictionary()
         """Held while a checkpoint gets or loses a name."""
         self._changes = Background("change of a checkpoint not finished")
+        self.newest_states = NewestStates(self._read_newest_state)
 
     async def save(
         self,
@@ -119,6 +110,7 @@ class CheckpointStore:
                 _check_free(final, overwrite=overwrite)
                 self._failpoints.hit("before_checkpoint")
                 await asyncio.to_thread(_write_expiry, staging, final, expire_time)
+            self.newest_states.saved(path, seq_id)
             self._guard.measure(final)
             return await asyncio.to_thread(_describe, path, final)
 
@@ -194,11 +186,8 @@ class CheckpointStore:
                 _log.error("checkpoint cannot be read", path=str(path), error=str(error))
         return found
 
-    def newest_state(self, run_id: str) -> StateCheckpoint:
-        """Return a run's newest state checkpoint, in the order of its commands, or NO_CHECKPOINT.
-
-        One whose manifest is damaged does not count. Reads a file per checkpoint: do not call on the event loop.
-        """
+    def _read_newest_state(self, run_id: str) -> StateCheckpoint:
+        """Read a file of each state checkpoint of a run; one whose manifest is damaged does not count."""
         newest = NO_CHECKPOINT
         for path in self._volume.checkpoints(run_id):
             if path.kind is not CheckpointKind.STATE:
@@ -221,6 +210,7 @@ class CheckpointStore:
         async with self._lock(path):
             with _found("path"):
                 await asyncio.to_thread(layout.remove_directory, directory)
+            self.newest_states.removed(path)
             self._guard.measure(directory)
             await asyncio.to_thread(expiry.forget, directory)
 
@@ -247,6 +237,7 @@ class CheckpointStore:
                 try:
                     if await asyncio.to_thread(_is_expired, directory, now):
                         await asyncio.to_thread(layout.remove_directory, directory)
+                        self.newest_states.removed(path)
                         self._guard.measure(directory)
                         await asyncio.to_thread(expiry.forget, directory)
                         deleted.append(str(path))

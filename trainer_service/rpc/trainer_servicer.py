@@ -196,10 +196,7 @@ class TrainerServicer(TrainerServiceServicer):
         return self._registry.get(run_id, current_identity())
 
     async def _public(self, run: RunRecord) -> pb.Run:
-        return run_to_proto(run.public(await self._newest_state(run)))
-
-    async def _newest_state(self, run: RunRecord) -> str:
-        return (await asyncio.to_thread(self._checkpoints.newest_state, run.run_id)).path
+        return run_to_proto(run.public((await self._checkpoints.newest_states.find(run.run_id)).path))
 
     async def _in_order(self, request: _RunCommand) -> Message:
         """Execute a run's command at its turn.
@@ -212,7 +209,7 @@ class TrainerServicer(TrainerServiceServicer):
         if run.state is RunState.LOST:
             run.sequencer.check_client(command)
             if command.method != "LoadCheckpoint":
-                raise run.lost_error(await self._newest_state(run))
+                raise run.lost_error((await self._checkpoints.newest_states.find(run.run_id)).path)
             await run.sequencer.rebase(command.seq_id)
         return await run.sequencer.execute(command, partial(self._commands.check, run))
 

@@ -225,22 +225,23 @@ async def test_a_damaged_checkpoint_is_shown_to_its_owner_and_can_be_deleted_and
 
 @pytest.mark.parametrize("damage", ["manifest", "deleted", "expired"])
 async def test_a_runs_newest_state_is_the_last_in_the_order_of_its_commands_that_can_be_loaded(store, volume, damage):
-    assert store.newest_state(RUN_ID).path == ""
     state = CheckpointKind.STATE
+    assert (await store.newest_states.find(RUN_ID)).path == ""
     late = await save(store, "late", seq_id=3, kind=state)
     await save(store, "other", seq_id=2, kind=state)
     first = await save(store, "first", seq_id=1, kind=state)
     await save(store, "weights", seq_id=9)
-    assert store.newest_state(RUN_ID).path == str(late)
+    assert (await store.newest_states.find(RUN_ID)).path == str(late)
     await save(store, "first", seq_id=4, kind=state, overwrite=True, ttl_seconds=60)
-    assert store.newest_state(RUN_ID).path == str(first)
+    assert (await store.newest_states.find(RUN_ID)).path == str(first)
     if damage == "manifest":
         (volume.checkpoint(first) / MANIFEST_FILE).write_text("{")
+        store = CheckpointStore(volume)  # as after a restart
     elif damage == "deleted":
         await store.delete(first, OWNER)
     else:
         assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=61)) == [str(first)]
-    assert store.newest_state(RUN_ID).path == str(late)
+    assert (await store.newest_states.find(RUN_ID)).path == str(late)
 
 
 async def test_what_lies_among_checkpoints_and_is_none_is_left_out(store, volume):
