@@ -128,9 +128,7 @@ class Publisher:
             run.latest_version = max(run.latest_version, version)
             expected = self._broadcast(manifest, directory)
         staged = perf_counter()
-        persisting = self._persist(run.run_id, version, directory, manifest)
-        reserved = room.pop_all()
-        persisting.add_done_callback(lambda _: reserved.close())
+        persisting = self._persist(run.run_id, version, directory, manifest, room.pop_all())
         if durable:
             await asyncio.shield(persisting)
         waiting = policy is not AckPolicy.NONE
@@ -341,19 +339,24 @@ class Publisher:
                 run.version_limit = before
                 raise
 
-    def _persist(self, run_id: str, version: int, directory: Path, manifest: pb.Manifest) -> asyncio.Task[None]:
-        key = (run_id, version)
-        task = self._persisting[key] = asyncio.create_task(self._copy(key, directory, manifest))
+    def _persist(
+        self, run_id: str, version: int, directory: Path, manifest: pb.Manifest, room: ExitStack | None = None
+    ) -> asyncio.Task[None]:
+        """Copy a version to the volume; `room` holds the reservation of its bytes until they are counted there."""
+        key, room = (run_id, version), room or ExitStack()
+        task = self._persisting[key] = asyncio.create_task(self._copy(key, directory, manifest, room))
         task.add_done_callback(lambda done: self._copied(key, done))
+        task.add_done_callback(lambda _: room.close())
         return task
 
-    async def _copy(self, key: tuple[str, int], directory: Path, manifest: pb.Manifest) -> None:
+    async def _copy(self, key: tuple[str, int], directory: Path, manifest: pb.Manifest, room: ExitStack) -> None:
         final = self._final(*key)
         if not final.exists():
             async with layout.new_directory_async(final) as staging:
                 await asyncio.to_thread(_copy_files, directory, staging)
                 await asyncio.to_thread(weights.write_manifest, staging, manifest)
         self._guard.measure(final)
+        room.close()
         if directory != final:
             self._announce(manifest, on_volume=True)
         await self._retire(*key)

@@ -84,6 +84,7 @@ class GrammarProcess:
         self._worker: _Worker | None = None
         self._free = asyncio.Lock()
         self._asking = Background("a grammar was not built")
+        self._is_closed = False
         self._answers: OrderedDict[bytes, str] = OrderedDict()
 
     async def refusal(self, constraint: StructuredOutputsParams, turn: Turn = nullcontext) -> str:
@@ -104,7 +105,8 @@ class GrammarProcess:
         return await self._asking.run(asking)
 
     def close(self) -> None:
-        """End the process; a call in progress raises EngineUnavailable."""
+        """End the process; calls in progress, and later ones, raise EngineUnavailable."""
+        self._is_closed = True
         if self._worker is not None:
             self._worker.process.kill()
 
@@ -117,6 +119,8 @@ class GrammarProcess:
             return self._answers[key]
 
     def _exchange(self, message: bytes) -> str:
+        if self._is_closed:
+            raise EngineUnavailable("the engine was stopped; try again")
         try:
             connection = (self._worker or self._start()).connection
             connection.send_bytes(message)
@@ -147,6 +151,7 @@ def _encoded(constraint: StructuredOutputsParams) -> bytes:
 def _serve(config: VllmConfig, connection: Connection) -> None:
     """Answer until the other end is closed."""
     set_process_title("Grammars")
+    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # none of vLLM's, which runs while the machine does other work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; this one ends with its parent
     model = config.model_config
     backend = XgrammarBackend(config, cached_tokenizer_from_config(model), model.get_vocab_size())

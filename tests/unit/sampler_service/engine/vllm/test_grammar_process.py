@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from support.descendants import descendants
 from support.models.tiny_models import make_tiny_llama
+from support.patience import PATIENCE
 from vllm.sampling_params import StructuredOutputsParams
 
 from paceline.errors import EngineUnavailable
@@ -75,3 +76,17 @@ async def test_a_process_that_ended_is_replaced_and_what_it_answered_is_known(gr
     with pytest.raises(EngineUnavailable, match="again"):
         await grammars.refusal(other)
     assert await grammars.refusal(other) == ""
+
+
+async def test_a_closed_one_starts_no_process_for_those_who_wait(grammars, of_others):
+    closed = GrammarProcess(grammars._config)
+    waiting = [asyncio.create_task(closed.refusal(counted(1010 + number))) for number in range(3)]
+    async with asyncio.timeout(PATIENCE):
+        while closed._worker is None:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+    process = closed._worker.process
+    closed.close()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {EngineUnavailable}
+    process.join()
+    assert closed._worker is None
