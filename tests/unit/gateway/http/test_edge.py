@@ -378,21 +378,42 @@ def test_a_peer_that_takes_nothing_is_cut_off_also_over_tls(run, tmp_path):
 @pytest.mark.parametrize("tls", [False, True])
 def test_a_peer_that_reads_slowly_is_answered_whole(run, tls, monkeypatch, tmp_path):
     pem = make_pem(tmp_path, "server")
+    connections = []
+
+    def look_when_told(protocol):
+        protocol._looking = asyncio.get_running_loop().create_future()  # cancelled when the connection ends
+        connections.append(protocol)
+
+    async def look_again():
+        """Let the server look at the connection once its peer took something; return whether there was more to take."""
+        protocol, unread = connections[0], 0
+        while not protocol._looking.cancelled():
+            unread, acknowledged = edge._sent(protocol.transport)
+            if not unread or acknowledged != protocol._acknowledged:
+                break
+            await asyncio.sleep(0.001)
+        if unread:
+            protocol._look()
+        return unread > 0
 
     async def main():
         files = {"tls_cert": pem.cert, "tls_key": pem.key} if tls else {}
-        settings = GatewaySettings(insecure=True, reader_seconds=5.0, **files)
-        config = edge._config(settings, _answers_at_length(asyncio.Event()))
+        config = edge._config(GatewaySettings(insecure=True, **files), _answers_at_length(asyncio.Event()))
         config.timeout_keep_alive = 0
         async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
             reader, writer = await asyncio.open_connection(host, port, ssl=_trust(pem) if tls else None)
             writer.write(_GET)
             await reader.readuntil(b"\r\n\r\n")
+            looks = 0
             for _ in range(50):
                 await reader.readexactly(1_000_000)
-                await asyncio.sleep(0.04)
+                await asyncio.sleep(0.02)  # in all longer than the limit of a shutdown
+                looks += await look_again()
             writer.close()
+        assert looks > 10
 
+    # However busy the machine is, the peer reads between two looks.
+    monkeypatch.setattr(edge.TimedProtocol, "_look_later", look_when_told)
     # The loop's own limit of a shutdown, which must not apply. That of uvloop cannot be changed.
     monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 0.1)
     run(main())
