@@ -30,6 +30,8 @@ _SERVER_SECONDS = 60.0
 _ADAMW = {"beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 """torch's defaults, which the example trainer uses."""
 _MAX_NORM = 1.0
+_STEP = -1
+"""An optim_step, among the indices of forward_backwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class PulledBatch:
     began."""
     groups: list[dict[str, Any]]
     refused: list[int] = field(default_factory=list)
-    """Places, among the step's commands, of forward_backwards that were not executed. A restart sends them once more,
-    after the others, if their seq_ids have been used up; otherwise it sends them in their places."""
+    """Places, among the step's commands, of those that were not executed. A restart sends them once more, after the
+    others, if their seq_ids have been used up; otherwise it sends them in their places."""
 
 
 class Progress:
@@ -155,25 +157,25 @@ class AtroposTrainer:
         self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
     ) -> dict[str, float]:
         """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
+        # Stored before anything is sent: places that are sent now would else seem refused to the next restart.
+        known = [place for place in pulled.refused if place < taken]
+        pulled = replace(pulled, refused=known)
+        self._progress.pull(pulled)
         calls = micro_batches(batch.sequences, pulled.batch_size)
-        order, known = list(range(len(calls))), [place for place in pulled.refused if place < taken]
-        for place in known:
-            order.append(order[place])
+        order = _order(len(calls), known)
         low, high = 1.0 - pulled.clip_eps, 1.0 + pulled.clip_eps
         config = {"clip_low_threshold": low, "clip_high_threshold": high}
         passes = [
-            (place, training.forward_backward([each.datum for each in calls[index]], "grpo", config))
+            (place, index, training.forward_backward([each.datum for each in calls[index]], "grpo", config))
             for place, index in enumerate(order)
-            if place >= taken
+            if place >= taken and index != _STEP
         ]
         # The step waits for all answers, since a refused forward_backward adds nothing to the gradient.
         outputs: list[ForwardBackwardOutput] = []
         sequences: list[ScoredSequence] = []
         failures: list[errors.PacelineError] = []
-        refused: list[int] = []
         metrics: dict[str, float] = {"skipped_sequences": float(batch.skipped)}
-        for place, future in passes:
-            index = order[place]
+        for place, index, future in passes:
             try:
                 outputs.append(future.result())
                 sequences += calls[index]
@@ -184,9 +186,8 @@ class AtroposTrainer:
                     self._say(f"{message}: {error}")
                     continue
                 failures.append(error)
-                refused += [place] if _is_refusal(error) or _was_turned_away(error) else []
-        if refused:
-            self._progress.pull(replace(pulled, refused=[*known, *refused]))
+                pulled = self._not_executed(pulled, place, error)
+        if refused := pulled.refused[len(known) :]:
             self._say(
                 f"step {pulled.step}: {len(refused)} of {len(calls)} forward_backwards were refused, and no step was "
                 "taken. Mend the cause and start this command again: it sends them once more, and takes the step "
@@ -199,10 +200,24 @@ class AtroposTrainer:
             metrics["loss"] = sum(output.metrics["loss:sum"] for output in outputs)
             metrics |= logprob_metrics(sequences, logprobs)
         if taken <= len(order):
-            done = training.optim_step(self._optimizer(pulled.step)).result()
+            try:
+                done = training.optim_step(self._optimizer(pulled.step)).result()
+            except errors.PacelineError as error:
+                self._not_executed(pulled, len(order), error)
+                raise
             metrics |= {"grad_norm": done.grad_norm, "lr": done.learning_rate, "tokens": float(done.tokens)}
         metrics |= self._publish(training, pulled.step)
         return metrics
+
+    def _not_executed(self, pulled: PulledBatch, place: int, error: errors.PacelineError) -> PulledBatch:
+        """Store the place of a command with this error, unless it may have been executed; return what is stored.
+
+        At once: a process that is killed before takes the command for executed.
+        """
+        if _is_refusal(error) or _was_turned_away(error):
+            pulled = replace(pulled, refused=[*pulled.refused, place])
+            self._progress.pull(pulled)
+        return pulled
 
     def _publish(self, training: TrainingClient, step: int) -> dict[str, float]:
         """Publish a version and save a checkpoint, if due at this step."""
@@ -292,16 +307,27 @@ def _usable(groups: Sequence[Mapping[str, Any]], seq_len: int) -> TrainingBatch:
     return batch
 
 
+def _order(count: int, refused: Sequence[int]) -> list[int]:
+    """Return the indices of a step's forward_backwards, and _STEP, by place; its last optim_step comes after them.
+
+    What was refused at a place follows once more.
+    """
+    order = list(range(count))
+    for place in refused:
+        order.append(order[place] if place < len(order) else _STEP)
+    return order
+
+
 def _is_refusal(error: errors.PacelineError) -> bool:
-    """Return whether the trainer refused a forward_backward, which added nothing to the gradient."""
+    """Return whether the trainer refused a command and kept the gradient as it was."""
     if isinstance(error, errors.Internal):
         return not errors.is_outcome_unknown(error)
     is_limit = isinstance(error, errors.Exhausted) and error.retry_after is None
-    return is_limit or isinstance(error, errors.InvalidArgument | errors.PoisonedCommand)
+    return is_limit or isinstance(error, errors.InvalidArgument | errors.PoisonedCommand | errors.OptimizerChanged)
 
 
 def _was_turned_away(error: errors.PacelineError) -> bool:
-    """Return whether a forward_backward was not accepted. The client uses up its seq_id, at once or later."""
+    """Return whether a command was not accepted. The client uses up its seq_id, at once or later."""
     return errors.is_not_accepted(error) or isinstance(error, errors.SeqIdGap)
 
 

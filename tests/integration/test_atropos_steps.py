@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.patience import PATIENCE
 from support.stacks import toy_trainer
 
 from paceline import RetryPolicy, ServiceClient, codec, errors
-from paceline.atropos.trainer import AtroposTrainer
+from paceline.atropos.trainer import AtroposTrainer, Progress
 
 ONCE = RetryPolicy(budget=0.0)
 
@@ -123,6 +125,61 @@ async def test_what_was_turned_away_is_sent_again_though_the_client_has_used_up_
     assert done[-1] == "step"
     assert sorted(done[:-1]) == sorted([tokens[:-1]] for tokens in SEQUENCES)
     assert said >= 1
+
+
+async def finish(server, state, batches):
+    """Start the command again and again until it has trained one step."""
+    for _ in range(5):
+        with suppress(errors.PacelineError):
+            return await Command(server, state, batches).step()
+    raise AssertionError("the step was never finished")
+
+
+WHOLE = [*([[tokens[:-1]] for tokens in SEQUENCES]), "step"]
+
+
+async def test_what_was_turned_away_and_then_executed_in_its_place_is_executed_once(server, tmp_path):
+    trainer = server.trainer
+    trainer.gap_seconds = 0.1
+    # The second, and the empty command in its place, so that its seq_id is free after a restart; then the publish.
+    trainer.refusals = {2: [errors.Overloaded("full")] * 2, 6: [errors.EngineUnavailable("restarts")]}
+    await finish(server, tmp_path, [[group(*SEQUENCES)]])
+    assert trained(trainer) == WHOLE
+
+
+async def test_what_was_turned_away_and_is_then_lost_in_its_place_is_not_sent_for_another(server, tmp_path):
+    trainer = server.trainer
+    trainer.gap_seconds = 0.1
+    trainer.refusals = {
+        2: [errors.Overloaded("full")] * 2,
+        4: [None, errors.UpstreamUnavailable("may have arrived")],
+    }
+    await finish(server, tmp_path, [[group(*SEQUENCES)]])
+    assert sorted(trained(trainer)[:-1]) == WHOLE[:-1]
+    assert trained(trainer)[-1] == "step"
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 3])
+async def test_a_step_that_was_turned_away_is_taken_by_a_restart(server, tmp_path, attempts):
+    trainer = server.trainer
+    trainer.gap_seconds = 0.1
+    trainer.refusals = {5: [errors.Overloaded("full")] * attempts}
+    await finish(server, tmp_path, [[group(*SEQUENCES)]])
+    assert trained(trainer) == WHOLE
+
+
+async def test_a_refusal_is_stored_while_later_answers_are_awaited(server, tmp_path):
+    trainer = server.trainer
+    trainer.places = asyncio.Semaphore(2)
+    step = asyncio.create_task(Command(server, tmp_path, [[group(*REFUSED)]]).step())
+    async with asyncio.timeout(PATIENCE):
+        while not ((pulled := Progress(tmp_path).pulled()) and pulled.refused):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert pulled.refused == [1]
+    assert trained(trainer) == [[[0, 1, 1, 1]]]
+    trainer.places.release()
+    with pytest.raises(errors.TokenOutOfRange):
+        await step
 
 
 async def test_what_is_refused_again_is_left_out_of_the_step_and_said(server, tmp_path):
