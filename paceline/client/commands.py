@@ -140,7 +140,8 @@ class CommandQueue:
             self._failure, self._failed_before = await self._use_up(), self._next
         if self._failure is not None:
             self._set_free(seq_ids)
-            raise self._failure
+            # Each `raise` adds to a traceback, whose frames would keep the requests of all these commands.
+            raise self._failure.with_traceback(None)
         calls = []
         for request, seq_id in zip(requests, seq_ids, strict=True):
             request.seq_id, request.attachment = seq_id, self._attachment
