@@ -138,6 +138,8 @@ class GrammarProcess:
         process.start()
         theirs.close()
         self._worker = worker = _Worker(process, ours)
+        if self._is_closed:  # `close` may have come too early to find it
+            process.kill()
         ours.recv_bytes()  # it is ready
         _log.info("process for grammars started", pid=process.pid)
         return worker

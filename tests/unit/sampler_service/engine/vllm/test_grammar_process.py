@@ -14,6 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from paceline.errors import EngineUnavailable
 from sampler_service.engine.options import EngineOptions
+from sampler_service.engine.vllm import grammar_process
 from sampler_service.engine.vllm.engine import engine_args
 from sampler_service.engine.vllm.grammar_process import TOO_MUCH, GrammarProcess
 
@@ -90,3 +91,18 @@ async def test_a_closed_one_starts_no_process_for_those_who_wait(grammars, of_ot
     assert {type(outcome) for outcome in outcomes} == {EngineUnavailable}
     process.join()
     assert closed._worker is None
+
+
+async def test_one_that_is_closed_while_its_process_starts_ends_it(grammars, monkeypatch):
+    closed, started = GrammarProcess(grammars._config), []
+
+    def close_before(process, connection):
+        closed.close()
+        started.append(process)
+        return worker(process, connection)
+
+    worker = grammar_process._Worker
+    monkeypatch.setattr(grammar_process, "_Worker", close_before)
+    with pytest.raises(EngineUnavailable):
+        await closed.refusal(FINE)
+    assert not started[0].is_alive()
