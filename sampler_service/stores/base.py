@@ -300,7 +300,9 @@ class SharedFetches(Generic[T]):
 
     async def join(self, key: VersionKey, tenant: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Wait for the fetch in progress, or start one. The fetch continues if a caller is cancelled."""
-        task = self._tasks.get((key, PEER_TENANT)) or self._tasks.get((key, tenant))
+        running = (self._tasks.get((key, owner)) for owner in (PEER_TENANT, tenant))
+        # One that has ended stays here until its callback runs, which whoever joins it in a loop would prevent.
+        task = next((each for each in running if each is not None and not each.done()), None)
         if task is None:
             task = self._tasks[key, tenant] = asyncio.create_task(start())
             task.add_done_callback(lambda done: self._ended(key, tenant, done))
@@ -314,7 +316,8 @@ class SharedFetches(Generic[T]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, key: VersionKey, tenant: str, task: asyncio.Task[T]) -> None:
-        del self._tasks[key, tenant]
+        if self._tasks.get((key, tenant)) is task:
+            del self._tasks[key, tenant]
         if not task.cancelled():
             task.exception()  # waiters raise it; if there are none, asyncio must not report it as never retrieved
 
