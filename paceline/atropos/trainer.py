@@ -157,10 +157,11 @@ class AtroposTrainer:
         self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
     ) -> dict[str, float]:
         """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
-        # Stored before anything is sent: places that are sent now would else seem refused to the next restart.
         known = [place for place in pulled.refused if place < taken]
-        pulled = replace(pulled, refused=known)
-        self._progress.pull(pulled)
+        if known != pulled.refused:
+            # Stored before anything is sent: the next restart would take the places that are sent now for refused.
+            pulled = replace(pulled, refused=known)
+            self._progress.pull(pulled)
         calls = micro_batches(batch.sequences, pulled.batch_size)
         order = _order(len(calls), known)
         low, high = 1.0 - pulled.clip_eps, 1.0 + pulled.clip_eps
@@ -212,7 +213,7 @@ class AtroposTrainer:
     def _not_executed(self, pulled: PulledBatch, place: int, error: errors.PacelineError) -> PulledBatch:
         """Store the place of a command with this error, unless it may have been executed; return what is stored.
 
-        At once: a process that is killed before takes the command for executed.
+        It is stored at once, because a restart counts every other command that the run accepted as executed.
         """
         if _is_refusal(error) or _was_turned_away(error):
             pulled = replace(pulled, refused=[*pulled.refused, place])
