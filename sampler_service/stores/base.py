@@ -301,7 +301,8 @@ class SharedFetches(Generic[T]):
     async def join(self, key: VersionKey, tenant: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Wait for the fetch in progress, or start one. The fetch continues if a caller is cancelled."""
         running = (self._tasks.get((key, owner)) for owner in (PEER_TENANT, tenant))
-        # One that has ended stays here until its callback runs, which whoever joins it in a loop would prevent.
+        # A fetch that has ended stays in the table until its callback runs. A caller that joins it in a loop never lets
+        # the callback run, because awaiting an ended task does not suspend.
         task = next((each for each in running if each is not None and not each.done()), None)
         if task is None:
             task = self._tasks[key, tenant] = asyncio.create_task(start())
