@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
-from support.fuzz.fuzz_run import ENOUGH_CASES, SETTINGS, Fuzz, Outcome, all_refused, is_flat
+from support.fuzz.fuzz_run import CONTEXT, ENOUGH_CASES, SETTINGS, Fuzz, Outcome, all_refused, is_flat
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     options = parser.parse_args()
     with TemporaryDirectory() as directory:
-        model = make_tiny_llama(Path(directory) / "model")
+        model = make_tiny_llama(Path(directory) / "model", context=CONTEXT)
         (Path(directory) / "state").mkdir()
         cluster = Cluster.make(Path(directory) / "state", model, **SETTINGS)
         failures, memory, done, accepted = 0, list[int](), 0, Counter[str]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 from support.fuzz.fuzz_cases import methods, path_of
-from support.fuzz.fuzz_run import ENOUGH_CASES, SETTINGS, Fuzz, all_refused, is_flat
+from support.fuzz.fuzz_run import CONTEXT, ENOUGH_CASES, SETTINGS, Fuzz, all_refused, is_flat
 from support.fuzz.valid_requests import ABOUT_NOTHING, Owned, valid_request
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster
@@ -23,7 +23,7 @@ from paceline.weights.v1 import weight_service_pb2 as weights_pb
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "state").mkdir()
-    cluster = Cluster.make(folder / "state", make_tiny_llama(folder / "model"), **SETTINGS)
+    cluster = Cluster.make(folder / "state", make_tiny_llama(folder / "model", context=CONTEXT), **SETTINGS)
     with cluster.running():
         yield cluster
 

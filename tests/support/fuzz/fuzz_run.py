@@ -26,7 +26,7 @@ from paceline.rpc.status import DETAILS_KEY
 from support.fuzz.fuzz_cases import ENDS, Case, CaseMaker, methods, path_of
 from support.fuzz.fuzz_http import ENDS as HTTP_ENDS
 from support.fuzz.fuzz_http import HttpCase, HttpCaseMaker, http_routes
-from support.fuzz.valid_http import HttpOwned, valid_bodies
+from support.fuzz.valid_http import FORWARD_BACKWARD, HttpOwned, valid_bodies
 from support.fuzz.valid_requests import CONVERSATION, WITHOUT_VALID, Owned
 from support.stacks.cluster import Cluster
 
@@ -37,6 +37,8 @@ SETTINGS = {
     "PACELINE_TRAINER_LOG_LEVEL": "ERROR",
     "PACELINE_SAMPLER_LOG_LEVEL": "ERROR",
 }
+CONTEXT = 64
+"""The model's context length: short, since a sample without `max_tokens` is as long as its context."""
 _IN_FLIGHT = 256
 _SECONDS = 3.0
 _SECONDS_ALONE = 60.0
@@ -58,6 +60,12 @@ _REACHED = ("GET /api/v1/", "GET /v1/", "GET /weights/")
 """How the routes begin of each HTTP API that is not posted to."""
 _ALARMS = ("uncaught", "engine died")
 """What the services log about exceptions that nobody foresaw, and about the end of an engine."""
+_GRADIENTS = (
+    "/paceline.trainer.v1.TrainerService/ForwardBackward",
+    f"POST {FORWARD_BACKWARD}",
+    "POST /v1/train/forward_backward",
+)
+"""What steps need before them."""
 _HTTP_SECONDS = 60.0
 _STEPS = 6
 _REFUSED = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
@@ -104,6 +112,15 @@ class _Channels:
         return self.gateway, own
 
 
+@dataclass(frozen=True)
+class _Makers:
+    """Makers of cases, and the runs that most of their commands continue."""
+
+    grpc: CaseMaker
+    http: HttpCaseMaker
+    runs: tuple[Owned, ...]
+
+
 @dataclass
 class Fuzz:
     """Fuzzes a cluster."""
@@ -129,10 +146,7 @@ class Fuzz:
             open_channel(trainer) as t,
             open_channel(sampler) as s,
         ):
-            owned, http_owned = await _own(service), await self._http_own(edge, service)
-            maker = CaseMaker(self.seed, owned, {name: await _own(service) for name in ENDS})
-            spares = {route: await self._http_own(edge, service) for route in HTTP_ENDS}
-            http = HttpCaseMaker(self.seed, await http_routes(), http_owned, spares)
+            makers = await self._makers(edge, service)
             # The trainer imports what renders on first use, and keeps it: a quarter of a GiB.
             await asyncio.to_thread(service.render_conversations, [json.loads(CONVERSATION)])
             channels = _Channels(front, t, s, tenant, key, credential)
@@ -141,15 +155,15 @@ class Fuzz:
             async def work() -> None:
                 for number in numbers:
                     if number % 6 == 5:
-                        await self._request(edge, http.make(number), outcome)
+                        await self._request(edge, makers.http.make(number), outcome)
                         continue
-                    case = maker.make(number)
+                    case = makers.grpc.make(number)
                     if await self._call(channels, case, outcome, _SECONDS) == "DEADLINE_EXCEEDED":
                         unanswered.append(case)
                     if number % max(1, cases // 10) == 0:
                         outcome.memory.append(self.memory())
 
-            following = asyncio.create_task(_follow(service, owned, http_owned.run))
+            following = asyncio.create_task(_follow(service, makers.runs))
             over = threading.Event()
             canary = asyncio.create_task(asyncio.to_thread(self._train_until, over, expected, outcome))
             try:
@@ -157,11 +171,15 @@ class Fuzz:
             finally:
                 over.set()
                 following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
             await canary
             await self._repeat(channels, unanswered, outcome)
-            for run in await service.list_runs_async():
-                with suppress(errors.RunNotFound):
-                    await service.delete_run_async(run.run_id, delete_checkpoints=True)
+            await _delete_runs(service)
+            if cases >= ENOUGH_CASES and all_refused(outcome.accepted):
+                makers = await self._makers(edge, service)
+                await self._accept(channels, edge, service, makers, range(first, first + cases), outcome)
+                await _delete_runs(service)
         outcome.memory.append(self.memory())
         self._check_services(engines, outcome)
         return outcome
@@ -190,6 +208,33 @@ class Fuzz:
             if hanging == _MAX_HANGING:
                 return
 
+    async def _accept(
+        self,
+        channels: _Channels,
+        edge: aiohttp.ClientSession,
+        service: paceline.ServiceClient,
+        makers: _Makers,
+        numbers: range,
+        outcome: Outcome,
+    ) -> None:
+        """Repeat cases of what accepted none, one after the other and about new runs, until it accepts one.
+
+        Beside other cases a command may always be too late: its run has moved on, or a step has no gradient left.
+        """
+        repeated = Outcome(accepted=outcome.accepted, failures=outcome.failures)
+        for number in numbers:
+            if not (refused := all_refused(outcome.accepted)):
+                return
+            case = makers.http.make(number) if number % 6 == 5 else makers.grpc.make(number)
+            name = case.route if isinstance(case, HttpCase) else path_of(case.method)
+            if not name.startswith((*refused, *_GRADIENTS)):
+                continue
+            await _find(service, makers.runs)
+            if isinstance(case, HttpCase):
+                await self._request(edge, makers.http.make(number), repeated)
+            else:
+                await self._call(channels, makers.grpc.make(number), repeated, _SECONDS_ALONE)
+
     def _engines(self) -> dict[str, set[int]]:
         return {name: set(service.engines()) for name, service in self.cluster.services.items()}
 
@@ -209,6 +254,14 @@ class Fuzz:
         session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"X-API-Key": key})
         session._retry_connection = False  # else a GET whose connection the gateway drops is sent again unnoticed
         return session
+
+    async def _makers(self, edge: aiohttp.ClientSession, service: paceline.ServiceClient) -> _Makers:
+        """Make runs, and the makers of cases about them."""
+        owned, http_owned = await _own(service), await self._http_own(edge, service)
+        grpc_cases = CaseMaker(self.seed, owned, {name: await _own(service) for name in ENDS})
+        spares = {route: await self._http_own(edge, service) for route in HTTP_ENDS}
+        http_cases = HttpCaseMaker(self.seed, await http_routes(), http_owned, spares)
+        return _Makers(grpc_cases, http_cases, (owned, http_owned.run))
 
     def _url(self, path: str) -> URL:
         address = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_HTTP_LISTEN"]
@@ -320,13 +373,24 @@ class Fuzz:
         return total
 
 
-async def _follow(service: paceline.ServiceClient, *owned: Owned) -> None:
+async def _follow(service: paceline.ServiceClient, runs: tuple[Owned, ...]) -> None:
     """Keep track of where the runs are, until cancelled."""
     while True:
-        for one in owned:
-            run = await service.get_run_async(one.run_id)
-            one.last_seq_id, one.version = run.last_seq_id, max(1, run.latest_version)
+        with suppress(errors.TimedOut, errors.Exhausted, errors.Unavailable):  # while the cases are too many
+            await _find(service, runs)
         await asyncio.sleep(_FOLLOW_SECONDS)
+
+
+async def _find(service: paceline.ServiceClient, runs: tuple[Owned, ...]) -> None:
+    for owned in runs:
+        run = await service.get_run_async(owned.run_id)
+        owned.last_seq_id, owned.version = run.last_seq_id, max(1, run.latest_version)
+
+
+async def _delete_runs(service: paceline.ServiceClient) -> None:
+    for run in await service.list_runs_async():
+        with suppress(errors.RunNotFound):
+            await service.delete_run_async(run.run_id, delete_checkpoints=True)
 
 
 async def _own(service: paceline.ServiceClient) -> Owned:

@@ -97,10 +97,13 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
 """Settings that a tiny model needs besides _SHAPE, by model type."""
 
 
-def make_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0, scaled_rope: bool = False) -> Path:
+def make_tiny_llama(
+    directory: Path, *, tied: bool = False, seed: int = 0, scaled_rope: bool = False, context: int = 512
+) -> Path:
     """Save a random Llama with grouped-query attention and its tokenizer; return `directory`."""
+    shape = _SHAPE | {"max_position_embeddings": context}
     rope = {"rope_parameters": _SCALED_ROPE} if scaled_rope else {}
-    return _save(LlamaForCausalLM, LlamaConfig(**_SHAPE, **rope, tie_word_embeddings=tied), directory, seed)
+    return _save(LlamaForCausalLM, LlamaConfig(**shape, **rope, tie_word_embeddings=tied), directory, seed)
 
 
 def make_tiny_qwen2(directory: Path, *, tied: bool = True, seed: int = 0) -> Path:
