@@ -57,6 +57,8 @@ class PacelineError(Exception):
     code: ClassVar[Code] = Code.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     default_retry_after: ClassVar[float | None] = None
+    was_sent: bool = True
+    """False if the client did not send the command that ended in this error, because of an error before it."""
 
     def __init_subclass__(cls, *, reason: str = "") -> None:
         """Enter a class with a `reason` into the catalog; one without is a group, or known only in its own service."""
@@ -434,11 +436,15 @@ class Unsupported(PacelineError, reason="UNIMPLEMENTED"):
 
 def is_not_accepted(error: BaseException) -> bool:
     """Return whether a command that ended in `error` was turned away: it has not executed, and its seq_id is free."""
+    if isinstance(error, PacelineError) and not error.was_sent:
+        return True
     return isinstance(error, Denied) or (isinstance(error, Exhausted) and error.retry_after is not None)
 
 
 def is_outcome_unknown(error: BaseException) -> bool:
     """Return whether a command that ended in `error` may have executed, or may still."""
+    if isinstance(error, PacelineError) and not error.was_sent:
+        return False
     if isinstance(error, Internal):
         return not error.error_id  # otherwise it is the service's own answer, which it keeps
     return isinstance(error, (Unavailable, TimedOut, Cancelled)) and not isinstance(error, AckTimeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -140,8 +141,10 @@ class CommandQueue:
             self._failure, self._failed_before = await self._use_up(), self._next
         if self._failure is not None:
             self._set_free(seq_ids)
-            # Each `raise` adds to a traceback, whose frames would keep the requests of all these commands.
-            raise self._failure.with_traceback(None)
+            # One error for each: the traceback of a shared one would keep the requests of all these commands.
+            error = copy(self._failure)
+            error.__notes__ = list(self._failure.__notes__)
+            raise error
         calls = []
         for request, seq_id in zip(requests, seq_ids, strict=True):
             request.seq_id, request.attachment = seq_id, self._attachment
@@ -170,6 +173,7 @@ class CommandQueue:
         while self._free:
             seq_id = min(self._free)
             if (error := await self._fill(seq_id)) is not None:
+                error.was_sent = False  # a copy of it is raised for each command behind this one
                 error.add_note(f"The command was not sent, because seq_id {seq_id} before it could not be used up.")
                 return error
         return None

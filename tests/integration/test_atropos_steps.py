@@ -13,6 +13,7 @@ from support.stacks import toy_trainer
 
 from paceline import RetryPolicy, ServiceClient, codec, errors
 from paceline.atropos.trainer import AtroposTrainer, Progress
+from paceline.client.commands import MAX_COMMANDS_UNANSWERED
 
 ONCE = RetryPolicy(budget=0.0)
 
@@ -157,6 +158,29 @@ async def test_what_was_turned_away_and_is_then_lost_in_its_place_is_not_sent_fo
     await finish(server, tmp_path, [[group(*SEQUENCES)]])
     assert sorted(trained(trainer)[:-1]) == WHOLE[:-1]
     assert trained(trainer)[-1] == "step"
+
+
+async def test_what_was_never_sent_is_sent_by_a_restart_though_its_place_is_used_up(server, tmp_path, monkeypatch):
+    trainer = server.trainer
+    trainer.gap_seconds = 1.0
+    # The answer about what stands in for the first is lost, so nothing more is sent; the second frees what was not.
+    trainer.refusals = {
+        6: [errors.Overloaded("full"), errors.UpstreamUnavailable("lost")],
+        7: [errors.Overloaded("full")],
+    }
+    ordered = trainer._ordered
+
+    async def late(request, context, execute):
+        if request.seq_id == 7 and request.data:
+            await asyncio.sleep(0.5)
+        return await ordered(request, context, execute)
+
+    monkeypatch.setattr(trainer, "_ordered", late)
+    count = MAX_COMMANDS_UNANSWERED + 13
+    sequences = [[0, 1 + number % 5, 1 + number // 5 % 5, 1 + number // 25, 1] for number in range(count)]
+    await finish(server, tmp_path, [[group(*sequences)]])
+    assert trained(trainer)[-1] == "step"
+    assert sorted(trained(trainer)[:-1]) == sorted([tokens[:-1]] for tokens in sequences)
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])
