@@ -98,10 +98,13 @@ class AgreementStatus:
         await self._set(_TRAINER, refusal)
 
     async def measure(self, probe: pb.Probe) -> pb.Agreement | None:
-        """Score a probe's tokens and compare. Return None if that is not possible now or the run was deleted."""
-        ref = model_ref_from_proto(probe.model)
-        tokens = token_ids_from_proto(probe.tokens, "tokens")
-        theirs = tensor_from_proto(probe.logprobs, "logprobs", {"float32"})
+        """Score a probe's tokens, as many as fit in the context, and compare.
+
+        Return None if that is not possible now or the run was deleted.
+        """
+        ref, length = model_ref_from_proto(probe.model), self._model.max_context_length
+        tokens = token_ids_from_proto(probe.tokens, "tokens")[:length]
+        theirs = tensor_from_proto(probe.logprobs, "logprobs", {"float32"})[: length - 1]
         agreement = pb.Agreement(
             model=served_model_to_proto(ServedModel(self._model.name, ref.run_id, ref.version or 0)),
             bound=agreement_bound(probe.dtype, self._model.dtype),

@@ -107,6 +107,16 @@ async def test_a_bias_that_one_side_leaves_out_is_found(tmp_path):
             assert (await measured(trainer, probe(logprobs_of(tmp_path / "biased"), dtype=dtype))).refusal
 
 
+async def test_a_sampler_with_a_shorter_context_scores_what_fits_in_it(model, tmp_path):
+    trainer, expected = Trainer(None), logprobs_of(model)
+    async with serving(trainer) as port, sampling(model, port, tmp_path, max_model_len=32) as client:
+        agreement = await measured(trainer, probe(expected))
+        assert (agreement.tokens, agreement.refusal) == (31, "")
+        assert await client.is_ready()
+        expected[30] += 100
+        assert (await measured(trainer, probe(expected))).refusal
+
+
 async def test_tokens_that_the_sampler_cannot_score_and_answers_that_are_no_numbers_are_a_refusal(
     model, trainer, client
 ):
