@@ -321,6 +321,8 @@ def _order(count: int, refused: Sequence[int]) -> list[int]:
 
 def _is_refusal(error: errors.PacelineError) -> bool:
     """Return whether the trainer refused a command and kept the gradient as it was."""
+    if not error.was_sent:
+        return False
     if isinstance(error, errors.Internal):
         return not errors.is_outcome_unknown(error)
     is_limit = isinstance(error, errors.Exhausted) and error.retry_after is None

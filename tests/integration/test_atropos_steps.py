@@ -12,7 +12,7 @@ from support.patience import PATIENCE
 from support.stacks import toy_trainer
 
 from paceline import RetryPolicy, ServiceClient, codec, errors
-from paceline.atropos.trainer import AtroposTrainer, Progress
+from paceline.atropos.trainer import AtroposTrainer, Progress, _is_refusal, _was_turned_away
 from paceline.client.commands import MAX_COMMANDS_UNANSWERED
 
 ONCE = RetryPolicy(budget=0.0)
@@ -181,6 +181,13 @@ async def test_what_was_never_sent_is_sent_by_a_restart_though_its_place_is_used
     await finish(server, tmp_path, [[group(*sequences)]])
     assert trained(trainer)[-1] == "step"
     assert sorted(trained(trainer)[:-1]) == sorted([tokens[:-1]] for tokens in sequences)
+
+
+def test_what_was_never_sent_is_not_taken_for_refused_by_the_trainer():
+    error = errors.Internal("the stream was reset")  # of the empty command before it
+    error.was_sent = False
+    assert not _is_refusal(error)
+    assert _was_turned_away(error)
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 import asyncio
 from time import monotonic
+from traceback import walk_tb
 
 import numpy as np
 import pytest
@@ -123,6 +124,7 @@ async def test_commands_that_wait_together_to_be_sent_are_turned_away_together(s
             *(training.forward_backward(make_data()) for _ in range(10)), return_exceptions=True
         )
         assert {type(outcome) for outcome in outcomes} == {errors.Overloaded}
+        assert len(list(walk_tb(outcomes[0].__traceback__))) < 10, "not the frames of each"
         assert len({id(outcome) for outcome in outcomes}) == len(outcomes), "each has its own traceback"
         assert [outcome.__notes__ for outcome in outcomes] == [outcomes[0].__notes__] * len(outcomes)
         assert len(server.trainer.arrivals) <= before + 2, "not one attempt to close the gap for each"
