@@ -126,6 +126,7 @@ class VersionWatcher:
             instance=self._instance,
             base_model=self._model.name,
             base_sha256=self._model.weights_sha256,
+            needs_volume=self._needs_volume,
         )
 
     def _hear(self, message: pb.WatchVersionsResponse) -> None:

@@ -210,6 +210,7 @@ async def test_the_volume_bridge_waits_for_the_volume_and_copies_nothing(model, 
         trainer.announce(manifest, f"runs/{RUN}/versions/1")
         (ack,) = await until(lambda: trainer.heard("acknowledgement"))
         assert ack.sha256 == manifest.model.sha256
+        assert [hello.needs_volume for hello in trainer.heard("hello")] == [True]
         assert (await client.sample(version_ref(RUN, 1))).model == manifest.model
         assert not trainer.fetched
         assert not client.staged()

@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from urllib.request import urlopen
 
 import grpc
@@ -34,6 +35,7 @@ from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import lora_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
+from trainer_service.publish.publisher import ANSWER_SECONDS
 
 pytestmark = pytest.mark.services
 
@@ -682,6 +684,33 @@ async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowle
     reply = await publishing
     assert [ack.sampler_id for ack in reply.acknowledgements] == ["one"]
     assert reply.model.version == 1
+    watch.cancel()
+
+
+async def test_a_version_is_copied_at_once_for_a_sampler_that_needs_the_volume(caller, channel, credential):
+    watch = caller.weights.WatchVersions(metadata=peer_metadata(credential))
+    hello = weights_pb.Hello(sampler_id="one", needs_volume=True)
+    await watch.write(weights_pb.WatchVersionsRequest(hello=hello))
+
+    async def announced():
+        while True:
+            announcement = (await watch.read()).announcement
+            if announcement.manifest.model.run_id == caller.run_id:
+                return announcement
+
+    async def seconds_to_volume():
+        publishing = asyncio.create_task(caller.publish(wait_for=pb.ACK_POLICY_ALL, ack_timeout_ms=60_000))
+        first, start = await announced(), perf_counter()
+        on_volume, seconds = await announced(), perf_counter() - start
+        assert (first.volume_path, on_volume.manifest) == ("", first.manifest)
+        model = on_volume.manifest.model
+        ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=model.version, sha256=model.sha256)
+        await watch.write(weights_pb.WatchVersionsRequest(acknowledgement=ack))
+        assert len((await publishing).acknowledgements) == 1
+        return seconds
+
+    # Without the flag none would be copied earlier; with it, one is on however slow a machine.
+    assert any([await seconds_to_volume() < ANSWER_SECONDS for _ in range(10)])
     watch.cancel()
 
 

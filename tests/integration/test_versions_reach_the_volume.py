@@ -6,6 +6,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import shutil
 import signal
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from trainer_service.commands import CommandExecutor, SnapshotPolicy
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
+from trainer_service.journal.format import AnswerRecord
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.limits.gates import ByteGate
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
@@ -166,6 +168,55 @@ async def trainer(engine, tmp_path):
     slow.go_on()
     await registry.close()
     await publisher.stop()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_copy_starts_when_the_answer_to_the_publish_is_durable(trainer, monkeypatch):
+    answered_at_copy = []
+    journal, copy2 = trainer.run.sequencer.journal, shutil.copy2
+    append = journal.append
+
+    def copy(*arguments):
+        answered_at_copy.append(trainer.run.sequencer.answers.facts(1) is not None)
+        return copy2(*arguments)
+
+    async def append_late(record):
+        await asyncio.sleep(0.3)  # a copy that did not wait would end meanwhile
+        await append(record, sync=True)
+
+    def append_answers_late(record, *, sync):
+        is_answer = isinstance(record, AnswerRecord)
+        return asyncio.ensure_future(append_late(record)) if is_answer else append(record, sync=sync)
+
+    monkeypatch.setattr("trainer_service.publish.publisher.shutil.copy2", copy)
+    monkeypatch.setattr(journal, "append", append_answers_late)
+    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 60.0)
+    await trainer.commander.send(pb.PublishWeightsRequest)
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert answered_at_copy
+    assert all(answered_at_copy)
+    assert (trainer.commander.version / layout.WEIGHTS_FILE).exists()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_silent_sampler_does_not_keep_a_version_from_the_volume(trainer, monkeypatch):
+    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 0.05)
+    await trainer.hub.join(sampler := Watcher("silent", {}))
+    publishing = trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
+    await asyncio.to_thread(wait_for, trainer.commander.version.exists)
+    assert not publishing.done()
+    await acknowledge(trainer, sampler)
+    await publishing
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_version_is_on_the_volume_although_no_sampler_acknowledged_it(trainer, monkeypatch):
+    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 60.0)
+    await trainer.hub.join(Watcher("silent", {}))
+    with pytest.raises(errors.AckTimeout):
+        await trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=10)
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert (trainer.commander.version / layout.WEIGHTS_FILE).exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -487,6 +538,14 @@ async def test_a_publish_that_executes_again_is_announced_as_the_newest_that_it_
     await trainer.hub.acknowledge(silent, wpb.Acknowledgement(run_id=trainer.run.run_id, version=1, sha256=sha256))
     assert [ack.version for ack in (await again).acknowledgements] == [1]
     first.cancel()
+
+
+async def acknowledge(trainer, watcher):
+    """Acknowledge the next version that is announced to a watcher."""
+    model = (await watcher.outbox.get()).announcement.manifest.model
+    await trainer.hub.acknowledge(
+        watcher, wpb.Acknowledgement(run_id=model.run_id, version=model.version, sha256=model.sha256)
+    )
 
 
 def announced(watcher):

@@ -27,6 +27,8 @@ from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.sequencer import CommandProgress
 
+ANSWER_SECONDS = 1.0
+"""How long a version's copy to the volume lets the answer to its publish go first, whatever samplers do."""
 _log = get_logger(__name__)
 
 _DAMAGE = (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch)
@@ -128,7 +130,9 @@ class Publisher:
             run.latest_version = max(run.latest_version, version)
             expected = self._broadcast(manifest, directory)
         staged = perf_counter()
-        persisting = self._persist(run.run_id, version, directory, manifest, room.pop_all())
+        is_awaited = durable or any(watcher.needs_volume for watcher in self._hub.watchers())
+        answered = None if is_awaited else progress.ended
+        persisting = self._persist(run.run_id, version, directory, manifest, room.pop_all(), answered)
         if durable:
             await asyncio.shield(persisting)
         waiting = policy is not AckPolicy.NONE
@@ -340,16 +344,36 @@ class Publisher:
                 raise
 
     def _persist(
-        self, run_id: str, version: int, directory: Path, manifest: pb.Manifest, room: ExitStack | None = None
+        self,
+        run_id: str,
+        version: int,
+        directory: Path,
+        manifest: pb.Manifest,
+        room: ExitStack | None = None,
+        answered: asyncio.Event | None = None,
     ) -> asyncio.Task[None]:
-        """Copy a version to the volume; `room` holds the reservation of its bytes until they are counted there."""
+        """Copy a version to the volume, if it may wait after its publish is `answered`.
+
+        `room` holds the reservation of the version's bytes until they are counted there.
+        """
         key, room = (run_id, version), room or ExitStack()
-        task = self._persisting[key] = asyncio.create_task(self._copy(key, directory, manifest, room))
+        task = self._persisting[key] = asyncio.create_task(self._copy(key, directory, manifest, room, answered))
         task.add_done_callback(lambda done: self._copied(key, done))
         task.add_done_callback(lambda _: room.close())
         return task
 
-    async def _copy(self, key: tuple[str, int], directory: Path, manifest: pb.Manifest, room: ExitStack) -> None:
+    async def _copy(
+        self,
+        key: tuple[str, int],
+        directory: Path,
+        manifest: pb.Manifest,
+        room: ExitStack,
+        answered: asyncio.Event | None,
+    ) -> None:
+        if answered is not None:
+            # The caller waits for the sync of the answer, which takes several times as long beside those of the copy.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(answered.wait(), ANSWER_SECONDS)
         final = self._final(*key)
         if not final.exists():
             async with layout.new_directory_async(final) as staging:

@@ -43,6 +43,8 @@ class Watcher:
     """Whether the sampler joins the process group that broadcasts versions."""
     links_staged: bool = False
     """Whether the sampler wants to be notified of versions as soon as their files are staged."""
+    needs_volume: bool = False
+    """Whether the sampler loads versions only from the checkpoint volume."""
     instance: str = ""
     """Distinguishes a sampler that reconnects from another one of the same name; empty if not reported."""
     outbox: asyncio.Queue[pb.WatchVersionsResponse | errors.PacelineError | None] = field(default_factory=asyncio.Queue)

@@ -101,7 +101,14 @@ class WeightServicer(WeightServiceServicer):
                 hello = first.hello
                 self._check_base(hello)
                 held = {(held.run_id, held.version): held.sha256 for held in hello.held}
-                watcher = Watcher(hello.sampler_id, held, hello.joins_group, hello.links_staged, hello.instance)
+                watcher = Watcher(
+                    hello.sampler_id,
+                    held,
+                    joins_group=hello.joins_group,
+                    links_staged=hello.links_staged,
+                    needs_volume=hello.needs_volume,
+                    instance=hello.instance,
+                )
                 watcher.outbox.put_nowait(pb.WatchVersionsResponse(welcome=pb.Welcome(trainer_instance=self._instance)))
                 await self._hub.join(watcher)
                 return watcher
