@@ -52,6 +52,8 @@ class PeftEngine:
         self._runs: dict[str, EngineRun] = {}
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
         self._preallocated = PreallocatedFile()
+        self._last_published = ""
+        """Run that published last, for which the next file is allocated."""
         self._jobs: list[ForwardBackwardJob] = []
         base = load_certified_base(options, self._ranks, self._device)
         self._model, self._mode, self._certificate = base.sharded.model, base.mode, base.certificate
@@ -109,8 +111,9 @@ class PeftEngine:
             return
         self._offloader.forget(run)
         self._executor.scheduler.forget(run_id)
-        if isinstance(run, LoraRun):
+        if run_id == self._last_published:
             self._preallocated.drop()
+        if isinstance(run, LoraRun):
             lora_run.remove_adapter(self._model, run_id)
 
     def begin(
@@ -169,7 +172,9 @@ class PeftEngine:
         if self._options.base_dir and published is not None and isinstance(run, FullRun):
             publish_in_place(Path(self._options.base_dir), self._device, run.weights, published)
         # Only published adapters are staged in memory: whole models and checkpoints go to the volume.
-        preallocated = self._preallocated if published is not None and isinstance(run, LoraRun) else None
+        preallocated = None
+        if published is not None and isinstance(run, LoraRun):
+            preallocated, self._last_published = self._preallocated, run_id
         return run.capture(run.export(dtype), self._staging, preallocated)
 
     def save_state(self, run_id: str, directory: Path) -> None:

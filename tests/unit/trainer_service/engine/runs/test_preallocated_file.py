@@ -136,6 +136,14 @@ def test_deleting_a_run_frees_the_file(engine, run, memory):
     engine.create_run(run, LoraConfig(rank=4))
 
 
+def test_deleting_another_run_leaves_the_file(engine, run, memory):
+    publish(engine, run, memory / "1")
+    before = allocated()
+    engine.create_run("comparison", LoraConfig(rank=4))
+    engine.delete_run("comparison")
+    assert allocated() == before != {}
+
+
 def test_none_is_allocated_where_it_would_take_much_of_the_room_or_its_directory_is_gone(memory):
     file, free = PreallocatedFile(), os.statvfs(memory)
     for directory, size in ((memory, free.f_bavail * free.f_frsize // 3), (memory / "gone", 1 << 20)):
