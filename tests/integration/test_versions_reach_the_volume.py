@@ -210,6 +210,21 @@ async def test_a_silent_sampler_does_not_keep_a_version_from_the_volume(trainer,
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_version_that_is_copied_after_a_newer_one_does_not_stay_in_memory(trainer, monkeypatch):
+    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 60.0)
+    await trainer.hub.join(sampler := Watcher("slow", {}))
+    first = trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
+    await trainer.commander.send(pb.PublishWeightsRequest)
+    await asyncio.to_thread(wait_for, trainer.commander.version.with_name("2").exists)
+    assert not trainer.commander.version.exists()
+    await acknowledge(trainer, sampler)
+    await first
+    await trainer.publisher.settled(trainer.run.run_id)
+    assert trainer.commander.version.exists()
+    assert layout.numbered(trainer.publisher._staging / trainer.run.run_id) == [2]
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_version_is_on_the_volume_although_no_sampler_acknowledged_it(trainer, monkeypatch):
     monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 60.0)
     await trainer.hub.join(Watcher("silent", {}))

@@ -52,8 +52,8 @@ class PeftEngine:
         self._runs: dict[str, EngineRun] = {}
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
         self._preallocated = PreallocatedFile()
-        self._last_published = ""
-        """Run that published last, for which the next file is allocated."""
+        self._publishing: set[str] = set()
+        """LoRA runs that have published."""
         self._jobs: list[ForwardBackwardJob] = []
         base = load_certified_base(options, self._ranks, self._device)
         self._model, self._mode, self._certificate = base.sharded.model, base.mode, base.certificate
@@ -111,7 +111,8 @@ class PeftEngine:
             return
         self._offloader.forget(run)
         self._executor.scheduler.forget(run_id)
-        if run_id == self._last_published:
+        if run_id in self._publishing:
+            self._publishing.remove(run_id)
             self._preallocated.drop()
         if isinstance(run, LoraRun):
             lora_run.remove_adapter(self._model, run_id)
@@ -174,7 +175,8 @@ class PeftEngine:
         # Only published adapters are staged in memory: whole models and checkpoints go to the volume.
         preallocated = None
         if published is not None and isinstance(run, LoraRun):
-            preallocated, self._last_published = self._preallocated, run_id
+            preallocated = self._preallocated
+            self._publishing.add(run_id)
         return run.capture(run.export(dtype), self._staging, preallocated)
 
     def save_state(self, run_id: str, directory: Path) -> None:

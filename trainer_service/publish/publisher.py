@@ -27,7 +27,7 @@ from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.sequencer import CommandProgress
 
-ANSWER_SECONDS = 1.0
+ANSWER_SECONDS = 0.2
 """How long a version's copy to the volume lets the answer to its publish go first, whatever samplers do."""
 _log = get_logger(__name__)
 
@@ -131,7 +131,7 @@ class Publisher:
             expected = self._broadcast(manifest, directory)
         staged = perf_counter()
         is_awaited = durable or any(watcher.needs_volume for watcher in self._hub.watchers())
-        answered = None if is_awaited else progress.ended
+        answered = None if is_awaited or _is_whole(run) else progress.ended
         persisting = self._persist(run.run_id, version, directory, manifest, room.pop_all(), answered)
         if durable:
             await asyncio.shield(persisting)
@@ -383,7 +383,7 @@ class Publisher:
         room.close()
         if directory != final:
             self._announce(manifest, on_volume=True)
-        await self._retire(*key)
+        await self._retire(key[0])
 
     def _copied(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         del self._persisting[key]
@@ -402,34 +402,31 @@ class Publisher:
         self._unpersisted.difference_update(keys)
         return keys
 
-    async def _retire(self, run_id: str, newest: int) -> None:
-        """Remove the versions that `newest` makes superfluous; leave what cannot be removed to the next call.
+    async def _retire(self, run_id: str) -> None:
+        """Remove the versions that newer ones make superfluous; leave what cannot be removed to the next call.
 
         Calls take turns, because versions that are copied at the same time find the same older ones.
         """
         async with self._retiring:
             try:
-                await asyncio.to_thread(self._remove_before, run_id, newest, self._hub.leased())
+                await asyncio.to_thread(self._remove_superfluous, run_id, self._hub.leased())
             except OSError as error:
-                _log.warning("older versions not removed", run=run_id, version=newest, error=str(error))
+                _log.warning("older versions not removed", run=run_id, error=str(error))
 
-    def _remove_before(self, run_id: str, newest: int, leased: Set[tuple[str, int]]) -> None:
-        """Remove older staged versions that are on the volume, and versions on the volume that nobody needs."""
-        for number in layout.numbered(self._staging / run_id):
-            staged = self._staged(run_id, number)
-            if number < newest and self._final(run_id, number).exists():
-                self._manifests.pop(staged, None)
-                shutil.rmtree(staged, ignore_errors=True)  # the run may be deleted meanwhile
-        for version in sorted(self._on_volume(run_id), reverse=True)[self._keep_versions :]:
+    def _remove_superfluous(self, run_id: str, leased: Set[tuple[str, int]]) -> None:
+        """Remove staged versions that are on the volume with a newer one, and versions there that nobody needs."""
+        on_volume = sorted(self._on_volume(run_id), reverse=True)
+        for version in on_volume[1:]:
+            staged = self._staged(run_id, version)
+            self._manifests.pop(staged, None)
+            shutil.rmtree(staged, ignore_errors=True)  # the run may be deleted meanwhile
+        for version in on_volume[self._keep_versions :]:
             if (run_id, version) not in leased:
                 final = self._final(run_id, version)
                 with suppress(FileNotFoundError):
                     layout.remove_directory(final)
                 self._guard.measure(final)
                 self._hub.forget_version((run_id, version))
-                staged = self._staged(run_id, version)  # of one that was copied after newer ones
-                self._manifests.pop(staged, None)
-                shutil.rmtree(staged, ignore_errors=True)
 
     def _staged(self, run_id: str, version: int) -> Path:
         return self._staging / run_id / str(version)

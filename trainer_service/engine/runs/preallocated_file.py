@@ -53,30 +53,34 @@ class PreallocatedFile:
 
     def __init__(self) -> None:
         self._file: MappedFile | None = None
+        self._drops = 0
+        """How often files were dropped: one that was begun before the last time is not kept."""
         self._lock = threading.Lock()
 
     def take(self, size: int) -> MappedFile | None:
         """Return the file, which is then the caller's, if it has `size` bytes; drop one of another size."""
-        file = self._exchange(None)
+        with self._lock:
+            file, self._file = self._file, None
         return file if file is not None and len(file.content) == size else None
 
     def prepare(self, directory: Path, size: int) -> None:
         """Make the next file in the background, if the directory's file system has ample room."""
-        threading.Thread(target=self._make, args=(directory, size), name="preallocated file", daemon=True).start()
+        arguments = (directory, size, self._drops)
+        threading.Thread(target=self._make, args=arguments, name="preallocated file", daemon=True).start()
 
     def drop(self) -> None:
-        """Free the file; one that is being made stays for the next adapter."""
-        self._exchange(None)
+        """Free the file, also one that is being made."""
+        with self._lock:
+            self._file = None
+            self._drops += 1
 
-    def _make(self, directory: Path, size: int) -> None:
+    def _make(self, directory: Path, size: int, drops: int) -> None:
         own = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS))
         with suppress(OSError):  # no room, or no such directory any more: the next adapter gets a new file
             room = os.statvfs(directory)
             if room.f_bavail * room.f_frsize >= _ROOM * size:
-                self._exchange(MappedFile(directory, size))
-
-    def _exchange(self, file: MappedFile | None) -> MappedFile | None:
-        with self._lock:
-            self._file, previous = file, self._file
-            return previous
+                file = MappedFile(directory, size)
+                with self._lock:
+                    if drops == self._drops:
+                        self._file = file

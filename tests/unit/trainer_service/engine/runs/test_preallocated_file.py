@@ -144,10 +144,19 @@ def test_deleting_another_run_leaves_the_file(engine, run, memory):
     assert allocated() == before != {}
 
 
+def test_a_file_that_was_being_made_when_its_run_was_deleted_is_not_kept(memory):
+    file = PreallocatedFile()
+    file.drop()
+    file._make(memory, 1 << 20, drops=0)
+    assert not allocated()
+    file._make(memory, 1 << 20, drops=1)
+    assert list(allocated().values()) == [1 << 20]
+
+
 def test_none_is_allocated_where_it_would_take_much_of_the_room_or_its_directory_is_gone(memory):
     file, free = PreallocatedFile(), os.statvfs(memory)
     for directory, size in ((memory, free.f_bavail * free.f_frsize // 3), (memory / "gone", 1 << 20)):
-        file._make(directory, size)
+        file._make(directory, size, drops=0)
         assert not allocated()
 
 
