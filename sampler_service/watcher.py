@@ -11,7 +11,7 @@ from uuid import uuid4
 import grpc
 
 from paceline import errors
-from paceline.background import Background
+from paceline.background import Background, check_cancelled
 from paceline.log import get_logger
 from paceline.rpc.status import error_from_rpc
 from paceline.types import ModelInfo, ServedModel
@@ -82,6 +82,7 @@ class VersionWatcher:
             while True:
                 start = perf_counter()
                 reason = await self._watch()
+                check_cancelled()
                 if perf_counter() - start > _LAST_DELAY:
                     delay = _FIRST_DELAY
                 _log.warning("watch ended; reconnecting", reason=reason, seconds=delay)

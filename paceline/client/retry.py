@@ -13,6 +13,7 @@ from typing import TypeVar
 import grpc
 
 from paceline import errors
+from paceline.background import check_cancelled
 from paceline.client.connection import RetryPolicy
 from paceline.rpc.status import error_from_rpc, is_from_grpc
 
@@ -72,6 +73,7 @@ async def with_retries(
         try:
             answer = await attempt()
         except grpc.aio.AioRpcError as failure:
+            check_cancelled()
             error, delay = convert(failure), 0.0
             # Errors from gRPC itself, such as a lost connection, request no delay; the class's default is not theirs.
             if not is_from_grpc(failure):

@@ -28,26 +28,41 @@ class _Ending(WeightServiceServicer):
         yield
 
 
+class _FailingWatch:
+    """A watch that fails when it is cancelled, as with grpc.aio where the connection fails at that moment."""
+
+    async def __aiter__(self):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()) from None
+        yield
+
+    def cancel(self):
+        pass
+
+
+def _watcher(link):
+    registry = SimpleNamespace(listeners=SimpleNamespace(loaded=[], released=[]), held=list)
+    parts = (link, registry, SimpleNamespace(), "sampler", MODEL, SimpleNamespace(), SimpleNamespace())
+    return VersionWatcher(*parts, needs_volume=False, offers=None, group=None)
+
+
+async def test_a_watcher_ends_although_its_watch_fails_at_the_moment_of_the_cancellation():
+    running = asyncio.create_task(_watcher(SimpleNamespace(watch=lambda _: _FailingWatch())).run())
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled()
+
+
 async def test_a_watch_that_ended_leaves_no_task_behind():
     servicer, server = _Ending(), grpc.aio.server()
     add_WeightServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    listeners = SimpleNamespace(loaded=[], released=[])
-    registry = SimpleNamespace(listeners=listeners, held=list)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        watcher = VersionWatcher(
-            TrainerLink(channel, "", 5.0),
-            registry,
-            SimpleNamespace(),
-            "sampler",
-            MODEL,
-            SimpleNamespace(),
-            SimpleNamespace(),
-            needs_volume=False,
-            offers=None,
-            group=None,
-        )
+        watcher = _watcher(TrainerLink(channel, "", 5.0))
         for _ in range(3):
             assert await watcher._watch() == "UNAVAILABLE"
         readers = [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task)]

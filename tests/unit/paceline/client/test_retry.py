@@ -1,0 +1,28 @@
+"""Retries of a client's calls."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from paceline.client.connection import RetryPolicy
+from paceline.client.retry import RetryLog, with_retries
+
+
+async def test_a_call_that_fails_at_the_moment_of_its_cancellation_is_not_tried_again():
+    attempts = []
+
+    async def attempt():
+        attempts.append(1)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:  # as grpc.aio does for a stream that it opens
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()) from None
+
+    running = asyncio.create_task(with_retries(attempt, RetryPolicy(), RetryLog(), "SampleStream"))
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running}, timeout=5)
+    assert running.cancelled()
+    assert len(attempts) == 1
