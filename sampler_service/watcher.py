@@ -11,7 +11,8 @@ from uuid import uuid4
 import grpc
 
 from paceline import errors
-from paceline.background import Background, check_cancelled
+from paceline.background import Background
+from paceline.cancellation import check_cancelled
 from paceline.log import get_logger
 from paceline.rpc.status import error_from_rpc
 from paceline.types import ModelInfo, ServedModel

@@ -13,7 +13,7 @@ from typing import TypeVar
 import grpc
 
 from paceline import errors
-from paceline.background import check_cancelled
+from paceline.cancellation import check_cancelled
 from paceline.client.connection import RetryPolicy
 from paceline.rpc.status import error_from_rpc, is_from_grpc
 
