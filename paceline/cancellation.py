@@ -1,16 +1,26 @@
-"""Cancellation of tasks that try a gRPC call again and again."""
+"""Cancellation of tasks that wait for gRPC calls."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
 
 
-def check_cancelled() -> None:
-    """Raise CancelledError if the current task is being cancelled.
+@contextmanager
+def keep_cancellation() -> Iterator[None]:
+    """Raise CancelledError instead of the failure of a call, if the task was cancelled meanwhile.
 
-    For loops that try again when a gRPC call fails: where a task is cancelled while grpc.aio opens a stream, and the
+    For calls that are tried again when they fail: where a task is cancelled while grpc.aio opens a stream, and the
     connection fails at that moment, grpc.aio raises the failure and the cancellation is lost.
     """
     task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+    before = task.cancelling() if task is not None else 0
+    try:
+        yield
+    except grpc.aio.AioRpcError:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError from None
+        raise

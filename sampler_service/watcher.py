@@ -12,7 +12,7 @@ import grpc
 
 from paceline import errors
 from paceline.background import Background
-from paceline.cancellation import check_cancelled
+from paceline.cancellation import keep_cancellation
 from paceline.log import get_logger
 from paceline.rpc.status import error_from_rpc
 from paceline.types import ModelInfo, ServedModel
@@ -83,7 +83,6 @@ class VersionWatcher:
             while True:
                 start = perf_counter()
                 reason = await self._watch()
-                check_cancelled()
                 if perf_counter() - start > _LAST_DELAY:
                     delay = _FIRST_DELAY
                 _log.warning("watch ended; reconnecting", reason=reason, seconds=delay)
@@ -98,8 +97,9 @@ class VersionWatcher:
         self._send(pb.WatchVersionsRequest(hello=self._hello()))
         call = self._trainer.watch(_drain(outbox))
         try:
-            async for message in call:
-                self._hear(message)
+            with keep_cancellation():
+                async for message in call:
+                    self._hear(message)
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
             if isinstance(error, errors.BaseMismatch):

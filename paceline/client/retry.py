@@ -13,7 +13,7 @@ from typing import TypeVar
 import grpc
 
 from paceline import errors
-from paceline.cancellation import check_cancelled
+from paceline.cancellation import keep_cancellation
 from paceline.client.connection import RetryPolicy
 from paceline.rpc.status import error_from_rpc, is_from_grpc
 
@@ -71,9 +71,9 @@ async def with_retries(
     failures, since = 0, 0.0
     while True:
         try:
-            answer = await attempt()
+            with keep_cancellation():
+                answer = await attempt()
         except grpc.aio.AioRpcError as failure:
-            check_cancelled()
             error, delay = convert(failure), 0.0
             # Errors from gRPC itself, such as a lost connection, request no delay; the class's default is not theirs.
             if not is_from_grpc(failure):
