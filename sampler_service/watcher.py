@@ -121,7 +121,13 @@ class VersionWatcher:
         return pb.Hello(
             sampler_id=self._sampler_id,
             held=[
-                pb.HeldVersion(run_id=served.run_id, version=served.version, sha256=served.sha256) for served in held
+                pb.HeldVersion(
+                    run_id=served.run_id,
+                    version=served.version,
+                    sha256=served.sha256,
+                    newest=served.version == self._resolver.newest(served.run_id),
+                )
+                for served in held
             ],
             joins_group=self._group is not None,
             links_staged=self._offers is not None,

@@ -305,6 +305,16 @@ async def test_loaded_versions_outlive_the_trainer_and_its_successor_is_told_of_
             assert (await client.sample(version_ref(RUN))).model.version == 2
 
 
+async def test_the_trainer_is_told_which_versions_are_taken_for_the_newest(model, volume, trainer, client):
+    trainer.announce(make_version(volume, model, RUN, 1))
+    await until(lambda: trainer.heard("acknowledgement"))
+    make_version(volume, model, RUN, 2)  # announced while the sampler does not watch
+    assert (await client.sample(version_ref(RUN, 2))).model.version == 2
+    trainer.restart("another")
+    hello = (await until(lambda: trainer.heard("hello")[1:]))[0]
+    assert [(held.version, held.newest) for held in hello.held] == [(1, True), (2, False)]
+
+
 async def test_a_stream_ends_on_the_version_it_began_with_and_then_old_versions_go(model, volume, trainer, client):
     trainer.announce(make_version(volume, model, RUN, 1))
     await until(lambda: trainer.heard("acknowledgement"))

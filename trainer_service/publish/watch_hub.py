@@ -39,6 +39,8 @@ class Watcher:
     sampler_id: str
     held: dict[VersionKey, str]
     """Version that the sampler holds -> SHA-256 that it reported; empty if it reported none."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """Run -> version that the sampler took for the newest when it joined, if it said so."""
     joins_group: bool = False
     """Whether the sampler joins the process group that broadcasts versions."""
     links_staged: bool = False
@@ -59,7 +61,13 @@ class Watcher:
         self.outbox.put_nowait(pb.WatchVersionsResponse(run_deleted=pb.RunDeleted(run_id=run_id)))
 
     def needs(self, model: ServedModel) -> bool:
-        """Return whether to announce a run's newest version: the sampler lacks its bytes or holds a higher number."""
+        """Return whether to announce a run's newest version to a sampler that joins.
+
+        It lacks the bytes, holds a higher number, or takes an older version for the newest: it may hold this one only
+        because a request named it.
+        """
+        if self.newest.get(model.run_id) != model.version:
+            return True
         others = (version for run_id, version in self.held if run_id == model.run_id)
         held = self.held.get((model.run_id, model.version))
         return held not in {"", model.sha256} or max(others, default=0) > model.version
@@ -93,7 +101,7 @@ class WatchHub:
         return list(self._watchers.values())
 
     async def join(self, watcher: Watcher) -> None:
-        """Add a watcher and announce the newest versions to it, unless it holds them with the same bytes.
+        """Add a watcher and announce the newest versions to it, unless it serves them as such already.
 
         If the sampler already watches, its older watch ends. Raises SamplerExists if another sampler has the name.
         """

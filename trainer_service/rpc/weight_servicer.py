@@ -104,6 +104,7 @@ class WeightServicer(WeightServiceServicer):
                 watcher = Watcher(
                     hello.sampler_id,
                     held,
+                    {held.run_id: held.version for held in hello.held if held.newest},
                     joins_group=hello.joins_group,
                     links_staged=hello.links_staged,
                     needs_volume=hello.needs_volume,

@@ -30,8 +30,8 @@ def refusal(reason, *, pending=False, message=""):
     return pb.Refusal(run_id=RUN, version=1, reason=reason, pending=pending, message=message)
 
 
-async def joined(hub, name="one", held=None, instance="i"):
-    watcher = Watcher(name, dict(held or {}), instance=instance)
+async def joined(hub, name="one", held=None, instance="i", newest=1):
+    watcher = Watcher(name, dict(held or {}), {RUN: newest} if held else {}, instance=instance)
     await hub.join(watcher)
     return watcher
 
@@ -107,6 +107,13 @@ async def test_a_refusal_for_good_is_told_in_the_samplers_words():
     await hub.refuse(watcher, refusal("RANK_TOO_LARGE", message="has rank 16; this sampler takes at most 8"))
     with pytest.raises(errors.RankTooLarge, match=r"version 1 exists, and sampler one refused it.*at most 8"):
         await settled(hub, seconds=30)
+
+
+async def test_the_newest_version_is_announced_to_who_holds_it_and_takes_another_for_the_newest():
+    hub = WatchHub()
+    hub.announce(announcement(2))
+    asked_for = await joined(hub, held={(RUN, 1): THEIRS, (RUN, 2): OURS})
+    assert [said.announcement.manifest.model.version for said in told(asked_for)] == [2]
 
 
 async def test_the_newest_version_is_announced_to_who_holds_other_bytes_or_a_later_number():
