@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import signal
+import threading
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
@@ -283,6 +284,58 @@ async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing
         await commander.send(pb.PublishWeightsRequest, durable=True)
     await publisher.settled(run_id)
     assert layout.numbered(publisher._staging / run_id) == [2 + KEPT_VERSIONS]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_there_is_room(trainer, monkeypatch):
+    publisher, run_id, checks = trainer.publisher, trainer.run.run_id, []
+
+    def free(directory, size):
+        checks.append(size)
+        if len(checks) < 3:
+            raise errors.DiskFull("full")
+
+    monkeypatch.setattr("trainer_service.publish.publisher.COPY_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(publisher, "_guard", SimpleNamespace(check_free=free, measure=NO_GUARD.measure))
+    await trainer.hub.join(sampler := Watcher("one", {}))
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        await trainer.commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*publisher._copies(run_id), return_exceptions=True)
+    await asyncio.to_thread(wait_for, (trainer.commander.version / layout.WEIGHTS_FILE).exists)
+    await publisher.settled(run_id)
+    size = sum(path.stat().st_size for path in publisher.find(trainer.run, 1).iterdir())
+    assert checks == [size] * 3
+    assert announced(sampler) == [(1, 1), (1, 1)]  # when it was staged, and when it was on the volume
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_deletion_waits_for_copies_that_start_again_meanwhile(trainer, monkeypatch):
+    publisher, run, copy2 = trainer.publisher, trainer.run, shutil.copy2
+    go_on = {"1": threading.Event(), "2": threading.Event()}
+
+    def copy(source, target):
+        go_on[source.parent.name].wait(30)
+        return copy2(source, target)
+
+    await trainer.hub.join(sampler := Watcher("one", {}))
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        await trainer.commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*publisher._copies(run.run_id), return_exceptions=True)
+    monkeypatch.setattr("trainer_service.publish.publisher.shutil.copy2", copy)
+    await trainer.commander.send(pb.PublishWeightsRequest)
+    forgetting = asyncio.create_task(publisher.forget(run))
+    await asyncio.sleep(0)
+    publisher._copy_if_free(run.run_id)
+    go_on["2"].set()
+    assert not (await asyncio.wait({forgetting}, timeout=1))[0]
+    go_on["1"].set()
+    await forgetting
+    assert not publisher._copies(run.run_id)
+    while not sampler.outbox.empty():
+        last = sampler.outbox.get_nowait()
+    assert last.WhichOneof("message") == "run_deleted"
 
 
 @pytest.mark.asyncio(loop_scope="module")

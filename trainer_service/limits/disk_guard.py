@@ -74,7 +74,7 @@ class DiskGuard:
     @contextmanager
     def reserve(self, tenant: str, size: int, replaced: Path | None = None) -> Iterator[None]:
         """Reserve `size` bytes for what the block writes, in place of `replaced` if given. Raises QuotaExceeded."""
-        size -= min(size, _size_of(replaced)) if replaced is not None else 0
+        size -= min(size, size_of(replaced)) if replaced is not None else 0
         with self._lock:
             self.check_quota(tenant, size)
             self._by_tenant[tenant] += size
@@ -112,7 +112,7 @@ class DiskGuard:
         if self._runs is None:
             return
         folder = self._runs / run_id
-        sizes = {str(path.relative_to(folder)): _size_of(path) for path in _parts(folder)}
+        sizes = {str(path.relative_to(folder)): size_of(path) for path in _parts(folder)}
         tenant = tenant_of(folder)
         with self._lock:
             owner = tenant if tenant is not None else self._owners.get(run_id, "")
@@ -137,7 +137,7 @@ class DiskGuard:
         parts = path.relative_to(self._runs).parts
         run_id, name = parts[0], "/".join(parts[1:])
         with self._lock:
-            size = _size_of(path)
+            size = size_of(path)
             if run_id not in self._owners:
                 return  # the whole run is counted once its owner is known
             sizes = self._sizes.setdefault(run_id, {})
@@ -157,7 +157,7 @@ def _parts(folder: Path) -> Iterator[Path]:
             yield from (path for path in part.iterdir() if not path.name.startswith("."))
 
 
-def _size_of(path: Path) -> int:
+def size_of(path: Path) -> int:
     """Return the bytes of a file, or of a directory's files, as far as they can be read; 0 if it does not exist."""
     size = 0
     with suppress(OSError):  # the data is already written, so counting must not fail

@@ -19,7 +19,7 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
-from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard, size_of
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.watch_hub import AckPolicy, WatchHub
@@ -29,6 +29,8 @@ from trainer_service.runs.sequencer import CommandProgress
 
 ANSWER_SECONDS = 0.2
 """How long a version's copy to the volume lets the answer to its publish go first, whatever samplers do."""
+COPY_AGAIN_SECONDS = 5.0
+"""After how long a version that the volume did not take is copied again, if nothing needs it there earlier."""
 _log = get_logger(__name__)
 
 _DAMAGE = (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch)
@@ -97,7 +99,9 @@ class Publisher:
 
     async def stop(self) -> None:
         """Finish writing to the volume and remove the staging directory."""
-        await asyncio.gather(*self._persisting.values(), return_exceptions=True)
+        while self._persisting:  # a copy that failed may start again meanwhile
+            await asyncio.gather(*self._persisting.values(), return_exceptions=True)
+        self._unpersisted.clear()
         await asyncio.to_thread(shutil.rmtree, self._staging, ignore_errors=True)
 
     async def publish(
@@ -179,10 +183,7 @@ class Publisher:
 
         Versions that the volume did not take, because it was full or failed, are copied again.
         """
-        for key in self._take_unpersisted(run_id):
-            directory = self._staged(*key)
-            if (manifest := self._manifests.get(directory)) is not None:
-                self._persist(*key, directory, manifest)
+        self._copy_again(run_id)
         await asyncio.gather(*self._copies(run_id))
 
     def find(self, run: RunRecord, version: int | None) -> Path:
@@ -211,7 +212,8 @@ class Publisher:
 
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and notify the samplers that it was deleted, once nothing is copied any more."""
-        await asyncio.gather(*self._copies(run.run_id), return_exceptions=True)  # they would announce the run again
+        while copies := self._copies(run.run_id):  # they would announce the run again
+            await asyncio.gather(*copies, return_exceptions=True)
         self._hub.forget_run(run.run_id)
         self._returning.pop(run.run_id, None)
         if self._agreements is not None:
@@ -391,6 +393,26 @@ class Publisher:
             _log.error("copying the version to the volume failed", run=key[0], version=key[1], error=str(error))
             if isinstance(error, (errors.DiskFull, OSError)):
                 self._unpersisted.add(key)
+                asyncio.get_running_loop().call_later(COPY_AGAIN_SECONDS, self._copy_if_free, key[0])
+
+    def _copy_if_free(self, run_id: str) -> None:
+        """Copy the versions again that the volume did not take, unless that would use up what must stay free there."""
+        staged = [self._staged(*key) for key in self._unpersisted if key[0] == run_id]
+        if not staged:
+            return
+        try:
+            self._guard.check_free(self._volume.root, sum(map(size_of, staged)))
+        except (errors.DiskFull, OSError):
+            asyncio.get_running_loop().call_later(COPY_AGAIN_SECONDS, self._copy_if_free, run_id)
+        else:
+            self._copy_again(run_id)
+
+    def _copy_again(self, run_id: str) -> None:
+        """Start to copy the versions of a run again that the volume did not take, unless newer ones superseded them."""
+        for key in self._take_unpersisted(run_id):
+            directory = self._staged(*key)
+            if (manifest := self._manifests.get(directory)) is not None:
+                self._persist(*key, directory, manifest)
 
     def _copies(self, run_id: str) -> list[asyncio.Task[None]]:
         """Return the copies of a run's versions that are in progress."""
