@@ -228,9 +228,8 @@ class Agreements:
             if version is None:  # one agreed, or the run was deleted
                 return
             tokens = self._tokens()
-            lora = cast("LoraConfig", run.parameters)  # a whole model is scored by its run
             try:
-                logprobs = await self._when_available(lambda: self._score(tokens, lora, self._find(run, version)))
+                logprobs = await self._when_available(lambda: self._score_version(run, version, tokens))
             except (errors.PacelineError, OSError):
                 if run.run_id in seen.comparing:
                     raise
@@ -279,6 +278,18 @@ class Agreements:
             except (errors.InvalidArgument, errors.Unsupported) as error:
                 refusal = error
         raise refusal
+
+    async def _score_version(self, run: RunRecord, version: int, tokens: Array) -> Array:
+        """Score a version of an adapter, also if its staged files are removed meanwhile since the volume has it."""
+        lora = cast("LoraConfig", run.parameters)  # a whole model is scored by its run
+        directory = self._find(run, version)
+        try:
+            return await self._score(tokens, lora, directory)
+        except (errors.PacelineError, OSError):
+            found = self._find(run, version)
+            if found == directory:
+                raise
+            return await self._score(tokens, lora, found)
 
     async def _score(self, tokens: Array, lora: LoraConfig, directory: Path | None = None) -> Array:
         async with self._scratch(lora) as run_id:

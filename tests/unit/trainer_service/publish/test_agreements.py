@@ -77,6 +77,24 @@ async def settled(watcher):
     return [(ref.run_id, ref.version) for ref in (model_ref_from_proto(probe.model) for probe in probes)]
 
 
+class Moving(Scoring):
+    """An engine to which a version's staged files are lost."""
+
+    async def load_state(self, run_id, directory, *, with_optimizer):
+        if directory.name == "staged":
+            raise errors.CheckpointNotFound(f"{directory} does not exist")
+
+
+async def test_a_version_whose_staged_files_are_removed_meanwhile_is_read_from_the_volume(tmp_path):
+    places = iter([tmp_path / "staged", tmp_path / "volume"])
+    watcher, run = Watcher("one", {}), SimpleNamespace(run_id=new_run_id(), parameters=LoraConfig(rank=1))
+    agreements = Agreements(Moving(), lambda run, version: next(places), CollectorRegistry())
+    agreements.on_join(watcher)
+    await settled(watcher)
+    agreements.acknowledged(watcher, run, 1, is_refused=False)
+    assert await settled(watcher) == [(run.run_id, 1)]
+
+
 async def test_the_first_version_of_each_run_that_a_sampler_acknowledges_since_it_joined_is_compared(tmp_path):
     runs = [SimpleNamespace(run_id=new_run_id(), parameters=LoraConfig(rank=1)) for _ in range(2)]
     agreements = Agreements(Scoring(), lambda run, version: tmp_path, CollectorRegistry())
