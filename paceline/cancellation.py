@@ -11,16 +11,19 @@ import grpc
 
 @contextmanager
 def keep_cancellation() -> Iterator[None]:
-    """Raise CancelledError instead of the failure of a call, if the task was cancelled meanwhile.
+    """Raise CancelledError at the end of a call, if the task was cancelled meanwhile.
 
-    For calls that are tried again when they fail: where a task is cancelled while grpc.aio opens a stream, and the
-    connection fails at that moment, grpc.aio raises the failure and the cancellation is lost.
+    For calls that are made again when they fail or end: where a task is cancelled while grpc.aio opens a stream that
+    fails or ends at that moment, the cancellation is lost.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
+    failure = None
     try:
         yield
-    except grpc.aio.AioRpcError:
-        if task is not None and task.cancelling() > before:
-            raise asyncio.CancelledError from None
-        raise
+    except grpc.aio.AioRpcError as error:
+        failure = error
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+    if failure is not None:
+        raise failure

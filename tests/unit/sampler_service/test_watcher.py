@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import grpc
+import pytest
 
 from paceline.types import ModelInfo
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
@@ -28,15 +29,24 @@ class _Ending(WeightServiceServicer):
         yield
 
 
-class _FailingWatch:
-    """A watch that fails when it is cancelled, as with grpc.aio where the connection fails at that moment."""
+class _LosingWatch:
+    """A watch that loses the first cancellation, as with grpc.aio where the stream fails or ends at that moment."""
+
+    def __init__(self, failure: grpc.aio.AioRpcError | None) -> None:
+        self._failure = failure
+        self._has_lost = False
 
     async def __aiter__(self):
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()) from None
-        yield
+            if self._has_lost:
+                raise
+            self._has_lost = True
+        if self._failure is not None:
+            raise self._failure
+        for nothing in ():
+            yield nothing
 
     def cancel(self):
         pass
@@ -48,8 +58,13 @@ def _watcher(link):
     return VersionWatcher(*parts, needs_volume=False, offers=None, group=None)
 
 
-async def test_a_watcher_ends_although_its_watch_fails_at_the_moment_of_the_cancellation():
-    running = asyncio.create_task(_watcher(SimpleNamespace(watch=lambda _: _FailingWatch())).run())
+FAILURE = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+@pytest.mark.parametrize("failure", [FAILURE, None], ids=["fails", "ends"])
+async def test_a_watcher_ends_although_its_watch_fails_or_ends_at_the_moment_of_the_cancellation(failure):
+    watch = _LosingWatch(failure)
+    running = asyncio.create_task(_watcher(SimpleNamespace(watch=lambda _: watch)).run())
     await asyncio.sleep(0)
     running.cancel()
     await asyncio.wait({running}, timeout=5)
