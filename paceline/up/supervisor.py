@@ -76,7 +76,8 @@ class Supervisor:
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._stop)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self._stop)
         if until_eof:
             try:
                 loop.add_reader(sys.stdin.fileno(), self._read_input)

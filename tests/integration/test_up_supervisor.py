@@ -95,10 +95,29 @@ def test_a_killed_service_is_started_again_and_what_it_left_is_ended(tmp_path):
         assert not any(map(is_alive, running.left("sampler")))
 
 
+@contextmanager
+def hangups(action: signal.Handlers):
+    """Have processes that are started in the block inherit what a hangup does to them."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_services_outlive_their_terminal_under_nohup(tmp_path):
+    with hangups(signal.SIG_IGN), supervising(tmp_path, {"sampler": "serves"}) as running:
+        running.wait_said("up")
+        running.process.send_signal(signal.SIGHUP)
+        running.services()[0].kill()
+        running.wait_said("ended and is restarted: SIGKILL.*ready")
+        assert "stopping" not in running.said()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_services_end_although_nobody_reads_that_they_stop(tmp_path, number):
     """As after Ctrl-C in `make up | tee log`, which ends tee too, or when the terminal is closed."""
-    with supervising(tmp_path, {"sampler": "serves"}, stderr=subprocess.PIPE) as running:
+    with hangups(signal.SIG_DFL), supervising(tmp_path, {"sampler": "serves"}, stderr=subprocess.PIPE) as running:
         assert any(line == b"up\n" for line in running.process.stderr)
         running.process.stderr.close()
         (service,) = running.services()
