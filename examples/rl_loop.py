@@ -29,7 +29,7 @@ from tasks import HELD_OUT, MAX_TOKENS, STOP, Question, questions, reward
 import paceline
 from paceline import AdamParams, Datum, SampleResult, SamplingParams
 
-SAVE_EVERY = 8  # steps between state checkpoints: the most that a killed trainer can lose
+SAVE_EVERY = 8  # steps between state checkpoints: the most to repeat after RunStateLost
 
 
 @dataclass
