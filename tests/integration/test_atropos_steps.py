@@ -145,7 +145,8 @@ async def test_what_was_turned_away_and_then_executed_in_its_place_is_executed_o
     # The second, and the empty command in its place, so that its seq_id is free after a restart; then the publish.
     trainer.refusals = {2: [errors.Overloaded("full")] * 2, 6: [errors.EngineUnavailable("restarts")]}
     await finish(server, tmp_path, [[group(*SEQUENCES)]])
-    assert trained(trainer) == WHOLE
+    assert sorted(trained(trainer)[:-1]) == WHOLE[:-1]
+    assert trained(trainer)[-1] == "step"
 
 
 async def test_what_was_turned_away_and_is_then_lost_in_its_place_is_not_sent_for_another(server, tmp_path):
