@@ -30,8 +30,9 @@ def refusal(reason, *, pending=False, message=""):
     return pb.Refusal(run_id=RUN, version=1, reason=reason, pending=pending, message=message)
 
 
-async def joined(hub, name="one", held=None, instance="i", newest=1):
-    watcher = Watcher(name, dict(held or {}), {RUN: newest} if held else {}, instance=instance)
+async def joined(hub, name="one", held=None, instance="i"):
+    """Add a sampler that takes version 1 for the newest if it holds any."""
+    watcher = Watcher(name, dict(held or {}), {RUN: 1} if held else {}, instance=instance)
     await hub.join(watcher)
     return watcher
 
