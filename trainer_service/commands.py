@@ -182,13 +182,13 @@ class CommandExecutor:
             )
 
     async def _load_checkpoint(
-        self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, _: CommandProgress
+        self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, progress: CommandProgress
     ) -> Message:
         """Replace the run's weights and, with `with_optimizer`, all of its state.
 
         Also restores a run whose state was lost. The loaded files are kept for the replay of this command, because the
         checkpoint may be deleted or overwritten before then. Raises DiskFull if there is no room for them or for
-        versions that the run published before; the run is then unchanged.
+        versions that the run published before, or Internal if the volume fails to take one; the run is then unchanged.
         """
         path, with_optimizer = CheckpointPath.parse(request.path), request.with_optimizer
         if with_optimizer and path.kind is not CheckpointKind.STATE:
@@ -205,11 +205,13 @@ class CommandExecutor:
         if isinstance(run.parameters, LoraConfig):
             made_on = (await asyncio.to_thread(weights.read_manifest, directory)).base_sha256
             check_same_base(self._engine.describe().weights_sha256, made_on, "the checkpoint was made on")
-        # Replays start at this command, so versions published before it cannot be remade and must be on the volume.
-        # Errors other than DiskFull are only logged.
-        (unsettled,) = await asyncio.gather(self._publisher.settled(run.run_id), return_exceptions=True)
-        if isinstance(unsettled, errors.DiskFull):
-            raise unsettled
+        if not progress.is_replay:
+            # Replays start at this command, so versions published before it cannot be remade.
+            try:
+                await self._publisher.settled(run.run_id)
+            except OSError as error:
+                message = f"the checkpoint volume does not take a version that was published before ({error.strerror})"
+                raise errors.Internal(f"{message}; mend it and load again") from error
         is_new = not run.in_engine
         if is_new:
             await self._engine.create_run(run.run_id, run.parameters)

@@ -212,7 +212,7 @@ class Recovery:
             # Its path may name other files by now.
             raise ReplayFailedError(f"the checkpoint that command {command.seq_id} loaded is no longer kept")
         try:
-            await self._commands.execute(run, command, CommandProgress())
+            await self._commands.execute(run, command, CommandProgress(is_replay=True))
         except EngineDiedError:
             # The command was answered, so the engine has executed it before: it is never given up.
             self._deaths[run.run_id] += 1

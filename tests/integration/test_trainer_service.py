@@ -35,7 +35,7 @@ from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import lora_pb2, model_pb2
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
-from trainer_service.publish.publisher import ANSWER_SECONDS
+from trainer_service.publish.volume_copies import ANSWER_SECONDS
 
 pytestmark = pytest.mark.services
 

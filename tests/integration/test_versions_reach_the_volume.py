@@ -93,14 +93,14 @@ class Commander:
 
 
 @contextmanager
-def full_disk(monkeypatch, name):
-    """Make a function fail as on a full disk."""
+def full_disk(monkeypatch, name, number=errno.ENOSPC):
+    """Make a function fail as on a full disk, or with another error number."""
 
-    def full(*_):
-        raise layout.translate_os_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    def fail(*_):
+        raise layout.translate_os_error(OSError(number, os.strerror(number)))
 
     with monkeypatch.context() as patch:
-        patch.setattr(name, full)
+        patch.setattr(name, fail)
         yield
 
 
@@ -189,9 +189,9 @@ async def test_the_copy_starts_when_the_answer_to_the_publish_is_durable(trainer
         is_answer = isinstance(record, AnswerRecord)
         return asyncio.ensure_future(append_late(record)) if is_answer else append(record, sync=sync)
 
-    monkeypatch.setattr("trainer_service.publish.publisher.shutil.copy2", copy)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
     monkeypatch.setattr(journal, "append", append_answers_late)
-    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 60.0)
     await trainer.commander.send(pb.PublishWeightsRequest)
     await trainer.publisher.settled(trainer.run.run_id)
     assert answered_at_copy
@@ -201,7 +201,7 @@ async def test_the_copy_starts_when_the_answer_to_the_publish_is_durable(trainer
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_silent_sampler_does_not_keep_a_version_from_the_volume(trainer, monkeypatch):
-    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 0.05)
     await trainer.hub.join(sampler := Watcher("silent", {}))
     publishing = trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
     await asyncio.to_thread(wait_for, trainer.commander.version.exists)
@@ -212,7 +212,7 @@ async def test_a_silent_sampler_does_not_keep_a_version_from_the_volume(trainer,
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_version_that_is_copied_after_a_newer_one_does_not_stay_in_memory(trainer, monkeypatch):
-    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 60.0)
     await trainer.hub.join(sampler := Watcher("slow", {}))
     first = trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
     await trainer.commander.send(pb.PublishWeightsRequest)
@@ -227,7 +227,7 @@ async def test_a_version_that_is_copied_after_a_newer_one_does_not_stay_in_memor
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_version_is_on_the_volume_although_no_sampler_acknowledged_it(trainer, monkeypatch):
-    monkeypatch.setattr("trainer_service.publish.publisher.ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 60.0)
     await trainer.hub.join(Watcher("silent", {}))
     with pytest.raises(errors.AckTimeout):
         await trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=10)
@@ -270,16 +270,16 @@ async def test_before_a_snapshot_counts(trainer):
 async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing_staged(trainer, monkeypatch):
     commander, publisher, run_id = trainer.commander, trainer.publisher, trainer.run.run_id
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies(run_id), return_exceptions=True)
+        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
     assert not commander.version.exists()
     await publisher.settled(run_id)
     assert (commander.version / layout.WEIGHTS_FILE).exists()
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies(run_id), return_exceptions=True)
+        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
     for _ in range(KEPT_VERSIONS):
         await commander.send(pb.PublishWeightsRequest, durable=True)
     await publisher.settled(run_id)
@@ -295,18 +295,96 @@ async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_the
         if len(checks) < 3:
             raise errors.DiskFull("full")
 
-    monkeypatch.setattr("trainer_service.publish.publisher.COPY_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(publisher, "_guard", SimpleNamespace(check_free=free, measure=NO_GUARD.measure))
+    monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(publisher._copies, "_guard", SimpleNamespace(check_free=free, measure=NO_GUARD.measure))
     await trainer.hub.join(sampler := Watcher("one", {}))
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await trainer.commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies(run_id), return_exceptions=True)
+        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
     await asyncio.to_thread(wait_for, (trainer.commander.version / layout.WEIGHTS_FILE).exists)
     await publisher.settled(run_id)
     size = sum(path.stat().st_size for path in publisher.find(trainer.run, 1).iterdir())
     assert checks == [size] * 3
     assert announced(sampler) == [(1, 1), (1, 1)]  # when it was staged, and when it was on the volume
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_it_takes_one(trainer, monkeypatch):
+    publisher, run, tried = trainer.publisher, trainer.run, []
+
+    def failing(source, _):
+        tried.append(int(source.parent.name))
+        unreadable()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", failing)
+        for _ in range(3):
+            await trainer.commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+        monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.1)
+        tried.clear()
+        publisher._copies._copy_next(run.run_id)
+        await asyncio.sleep(0.45)
+        assert tried == [3, 2, 1, 3, 2][: len(tried)]
+        assert len(tried) >= 2
+        monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 60.0)
+        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+    publisher._copies._copy_next_after(0.0, run.run_id)
+    versions = trainer.commander.version.parent
+    await asyncio.to_thread(wait_for, lambda: sorted(layout.numbered(versions)) == [1, 2, 3], 30)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("how", ["settled", "recreated"])
+async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer, monkeypatch, how):
+    commander, publisher, run = trainer.commander, trainer.publisher, trainer.run
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
+        for _ in range(2):
+            await commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+    size = sum(path.stat().st_size for path in publisher.find(run, 1).iterdir())
+    free = shutil.disk_usage(commander.version.parents[1]).free
+    room = size + size // 2  # for one of them
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.limits.disk_guard.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+        patch.setattr(publisher._copies, "_guard", DiskGuard(free - room))
+        if how == "settled":
+            with pytest.raises(errors.DiskFull):
+                await publisher.settled(run.run_id)
+            assert layout.numbered(commander.version.parent) == []
+        else:
+            crash(trainer)
+            for version in (1, 2):
+                await publisher.recreate(run, version, version, "")
+            (copy,) = publisher._copies._tasks(run.run_id)
+            await copy
+            assert layout.numbered(commander.version.parent) == [1]
+    await publisher.settled(run.run_id)
+    assert sorted(layout.numbered(commander.version.parent)) == [1, 2]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_sampler_that_needs_the_volume_is_told_the_newest_version_there(trainer, monkeypatch):
+    run = trainer.run
+    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    with (
+        full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"),
+        pytest.raises(errors.DiskFull),
+    ):
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    run.latest_version = 3
+    for _ in range(2):  # while the trainer lives, and after a crash while it restores version 3
+        late = Watcher("late", {(run.run_id, 1): ""}, {run.run_id: 1}, needs_volume=True)
+        await trainer.hub.join(late)
+        message = late.outbox.get_nowait().announcement
+        assert (message.manifest.model.version, message.newest_version) == (2, 3)
+        assert message.volume_path
+        assert late.outbox.empty()
+        await trainer.hub.leave(late)
+        crash(trainer)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -320,19 +398,19 @@ async def test_a_deletion_waits_for_copies_that_start_again_meanwhile(trainer, m
 
     await trainer.hub.join(sampler := Watcher("one", {}))
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.publisher.shutil.copy2", unreadable)
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await trainer.commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies(run.run_id), return_exceptions=True)
-    monkeypatch.setattr("trainer_service.publish.publisher.shutil.copy2", copy)
+        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
     await trainer.commander.send(pb.PublishWeightsRequest)
     forgetting = asyncio.create_task(publisher.forget(run))
     await asyncio.sleep(0)
-    publisher._copy_if_free(run.run_id)
+    publisher._copies._copy_next(run.run_id)
     go_on["2"].set()
     assert not (await asyncio.wait({forgetting}, timeout=1))[0]
     go_on["1"].set()
     await forgetting
-    assert not publisher._copies(run.run_id)
+    assert not publisher._copies._tasks(run.run_id)
     while not sampler.outbox.empty():
         last = sampler.outbox.get_nowait()
     assert last.WhichOneof("message") == "run_deleted"
@@ -345,7 +423,7 @@ async def test_a_version_that_is_being_copied_counts_towards_its_tenants_bytes(t
     guard.count_all()
     before = guard.used(TEAM)
     guard.limit = before + size + size // 2
-    trainer.executor._guard = trainer.publisher._guard = guard
+    trainer.executor._guard = trainer.publisher._guard = trainer.publisher._copies._guard = guard
     await trainer.hub.join(trainer.slow)
     await commander.send(pb.PublishWeightsRequest)
     with pytest.raises(errors.QuotaExceeded):
@@ -392,19 +470,40 @@ async def test_a_run_that_is_deleted_while_its_version_is_copied_is_not_announce
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_load_is_refused_as_long_as_the_volume_has_no_room_for_what_was_published_before(trainer, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "refusal", "says"),
+    [(errno.ENOSPC, errors.DiskFull, "full"), (errno.EPERM, errors.Internal, "Operation not permitted")],
+)
+async def test_a_load_is_refused_as_long_as_the_volume_does_not_take_what_was_published_before(
+    trainer, monkeypatch, number, refusal, says
+):
     commander = trainer.commander
     kind = CheckpointKind.STATE.value
     path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
     await commander.send(pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy")
     stepped = await commander.send(pb.OptimStepRequest, adamw=ADAM)
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2", number):
         await commander.send(pb.PublishWeightsRequest)
-        with pytest.raises(errors.DiskFull):
+        with pytest.raises(refusal, match=says):
             await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
     assert (trainer.run.step, commander.version.exists()) == (stepped.step, False)
     await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
     assert (trainer.run.step, commander.version.exists()) == (0, True)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_load_is_replayed_although_the_volume_does_not_take_what_was_published_after_it(trainer, monkeypatch):
+    commander = trainer.commander
+    kind = CheckpointKind.STATE.value
+    path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
+    await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
+        await commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*trainer.publisher._copies._tasks(trainer.run.run_id), return_exceptions=True)
+        trainer.run.sequencer.hold(errors.EngineUnavailable("the engine died"))
+        await trainer.recovery.recover(trainer.run)
+        await commander.train()
+    assert trainer.publisher.find(trainer.run, 1)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -423,8 +522,9 @@ async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_writ
 def crash(trainer):
     """Restart the publisher as after a crash, with nothing staged or announced and the run not restored."""
     trainer.publisher._manifests.clear()
-    trainer.publisher._unpersisted.clear()
+    trainer.publisher._copies._failed.clear()
     trainer.hub._newest.clear()
+    trainer.hub._newest_on_volume.clear()
     trainer.run.is_restored = False
     trainer.publisher.start()
 
@@ -459,11 +559,13 @@ async def test_a_version_that_comes_back_is_not_denied_meanwhile_although_a_newe
     trainer, monkeypatch
 ):
     with (
-        full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"),
+        full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"),
         pytest.raises(errors.DiskFull),
     ):
         await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.publisher._copies, "_copy_next", lambda _: None)  # version 1 stays where it is
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
     crash(trainer)
     with pytest.raises(errors.EngineUnavailable):
         trainer.publisher.find(trainer.run, 1)
@@ -477,7 +579,7 @@ async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_c
     trainer, monkeypatch, comes_back
 ):
     await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
                 await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
@@ -495,9 +597,11 @@ async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_c
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as_the_newest(trainer, monkeypatch):
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"), pytest.raises(errors.DiskFull):
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"), pytest.raises(errors.DiskFull):
         await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.publisher._copies, "_copy_next", lambda _: None)  # version 1 stays where it is
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
     crash(trainer)
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
@@ -512,7 +616,7 @@ async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_new
     trainer, monkeypatch
 ):
     sampler = Watcher("sampler", {})
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
                 await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
@@ -531,7 +635,7 @@ async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_new
 async def test_a_version_whose_publish_was_refused_comes_back_with_the_same_bytes_or_not_at_all(
     trainer, monkeypatch, differs
 ):
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"), pytest.raises(errors.DiskFull):
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"), pytest.raises(errors.DiskFull):
         await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
     (answer,) = trainer.run.sequencer.answers
     if differs:  # as where arithmetic is not deterministic
@@ -569,7 +673,7 @@ async def test_a_damaged_version_that_cannot_be_set_aside_keeps_nothing_from_sta
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, monkeypatch):
-    with full_disk(monkeypatch, "trainer_service.publish.publisher.shutil.copy2"):
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
                 await trainer.commander.send(pb.PublishWeightsRequest, durable=True)

@@ -19,18 +19,15 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
-from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard, size_of
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
+from trainer_service.publish.volume_copies import VersionCopy, VolumeCopies
 from trainer_service.publish.watch_hub import AckPolicy, WatchHub
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.sequencer import CommandProgress
 
-ANSWER_SECONDS = 0.2
-"""How long a version's copy to the volume lets the answer to its publish go first, whatever samplers do."""
-COPY_AGAIN_SECONDS = 5.0
-"""After how long a version that the volume did not take is copied again, if nothing needs it there earlier."""
 _log = get_logger(__name__)
 
 _DAMAGE = (FileNotFoundError, NotADirectoryError, UnicodeDecodeError, errors.ChecksumMismatch)
@@ -68,9 +65,7 @@ class Publisher:
         volume_hash = sha256(str(volume.root.resolve()).encode()).hexdigest()[:16]
         self._staging = staging_root / f"paceline-trainer-{volume_hash}"
         self._keep_versions = keep_versions
-        self._persisting: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._unpersisted: set[tuple[str, int]] = set()
-        """Staged versions that the volume had no room for."""
+        self._copies = VolumeCopies(volume, guard, self._when_copied)
         self._retiring = asyncio.Lock()
         self._manifests: dict[Path, pb.Manifest] = {}
         """Manifests of the staged versions, by directory."""
@@ -99,9 +94,7 @@ class Publisher:
 
     async def stop(self) -> None:
         """Finish writing to the volume and remove the staging directory."""
-        while self._persisting:  # a copy that failed may start again meanwhile
-            await asyncio.gather(*self._persisting.values(), return_exceptions=True)
-        self._unpersisted.clear()
+        await self._copies.stop()
         await asyncio.to_thread(shutil.rmtree, self._staging, ignore_errors=True)
 
     async def publish(
@@ -136,9 +129,9 @@ class Publisher:
         staged = perf_counter()
         is_awaited = durable or any(watcher.needs_volume for watcher in self._hub.watchers())
         answered = None if is_awaited or _is_whole(run) else progress.ended
-        persisting = self._persist(run.run_id, version, directory, manifest, room.pop_all(), answered)
+        copying = self._copies.start(VersionCopy(manifest, directory, room.pop_all()), answered)
         if durable:
-            await asyncio.shield(persisting)
+            await asyncio.shield(copying)
         waiting = policy is not AckPolicy.NONE
         acks = await self._hub.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
         return PublishWeightsResponse(
@@ -176,15 +169,14 @@ class Publisher:
             return
         if version >= self._returning.get(run.run_id, 0):
             self._broadcast(manifest, directory)
-        self._persist(run.run_id, version, directory, manifest)
+        self._copies.start_if_free(VersionCopy(manifest, directory))
 
     async def settled(self, run_id: str) -> None:
         """Wait until a run's published versions are on the volume. Raises the error that keeps one from it.
 
-        Versions that the volume did not take, because it was full or failed, are copied again.
+        Raises DiskFull if the volume has no room for what it did not take before.
         """
-        self._copy_again(run_id)
-        await asyncio.gather(*self._copies(run_id))
+        await self._copies.settled(run_id)
 
     def find(self, run: RunRecord, version: int | None) -> Path:
         """Return the directory of a version; None means the newest.
@@ -212,8 +204,7 @@ class Publisher:
 
     async def forget(self, run: RunRecord) -> None:
         """Drop a run's staged versions and notify the samplers that it was deleted, once nothing is copied any more."""
-        while copies := self._copies(run.run_id):  # they would announce the run again
-            await asyncio.gather(*copies, return_exceptions=True)
+        await self._copies.forget(run.run_id)  # they would announce the run again
         self._hub.forget_run(run.run_id)
         self._returning.pop(run.run_id, None)
         if self._agreements is not None:
@@ -221,7 +212,6 @@ class Publisher:
         for directory in list(self._manifests):
             if directory.parent.name == run.run_id:
                 self._manifests.pop(directory, None)
-        self._take_unpersisted(run.run_id)
         await asyncio.to_thread(shutil.rmtree, self._staging / run.run_id, ignore_errors=True)
 
     def _announce_newest(self, run: RunRecord) -> None:
@@ -237,6 +227,8 @@ class Publisher:
             if manifest is not None:
                 if number >= self._returning.get(run.run_id, 0):
                     self._announce(manifest, on_volume=number in on_volume)
+                elif number in on_volume:
+                    self._hub.remember_on_volume(self._announcement(manifest, on_volume=True))
                 return
 
     def _read_intact(self, run: RunRecord, number: int) -> pb.Manifest | None:
@@ -345,84 +337,11 @@ class Publisher:
                 run.version_limit = before
                 raise
 
-    def _persist(
-        self,
-        run_id: str,
-        version: int,
-        directory: Path,
-        manifest: pb.Manifest,
-        room: ExitStack | None = None,
-        answered: asyncio.Event | None = None,
-    ) -> asyncio.Task[None]:
-        """Copy a version to the volume, if it may wait after its publish is `answered`.
-
-        `room` holds the reservation of the version's bytes until they are counted there.
-        """
-        key, room = (run_id, version), room or ExitStack()
-        task = self._persisting[key] = asyncio.create_task(self._copy(key, directory, manifest, room, answered))
-        task.add_done_callback(lambda done: self._copied(key, done))
-        task.add_done_callback(lambda _: room.close())
-        return task
-
-    async def _copy(
-        self,
-        key: tuple[str, int],
-        directory: Path,
-        manifest: pb.Manifest,
-        room: ExitStack,
-        answered: asyncio.Event | None,
-    ) -> None:
-        if answered is not None:
-            # The caller waits for the sync of the answer, which takes several times as long beside those of the copy.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(answered.wait(), ANSWER_SECONDS)
-        final = self._final(*key)
-        if not final.exists():
-            async with layout.new_directory_async(final) as staging:
-                await asyncio.to_thread(_copy_files, directory, staging)
-                await asyncio.to_thread(weights.write_manifest, staging, manifest)
-        self._guard.measure(final)
-        room.close()
-        if directory != final:
-            self._announce(manifest, on_volume=True)
-        await self._retire(key[0])
-
-    def _copied(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
-        del self._persisting[key]
-        if not task.cancelled() and (error := task.exception()):
-            _log.error("copying the version to the volume failed", run=key[0], version=key[1], error=str(error))
-            if isinstance(error, (errors.DiskFull, OSError)):
-                self._unpersisted.add(key)
-                asyncio.get_running_loop().call_later(COPY_AGAIN_SECONDS, self._copy_if_free, key[0])
-
-    def _copy_if_free(self, run_id: str) -> None:
-        """Copy the versions again that the volume did not take, unless that would use up what must stay free there."""
-        staged = [self._staged(*key) for key in self._unpersisted if key[0] == run_id]
-        if not staged:
-            return
-        try:
-            self._guard.check_free(self._volume.root, sum(map(size_of, staged)))
-        except (errors.DiskFull, OSError):
-            asyncio.get_running_loop().call_later(COPY_AGAIN_SECONDS, self._copy_if_free, run_id)
-        else:
-            self._copy_again(run_id)
-
-    def _copy_again(self, run_id: str) -> None:
-        """Start to copy the versions of a run again that the volume did not take, unless newer ones superseded them."""
-        for key in self._take_unpersisted(run_id):
-            directory = self._staged(*key)
-            if (manifest := self._manifests.get(directory)) is not None:
-                self._persist(*key, directory, manifest)
-
-    def _copies(self, run_id: str) -> list[asyncio.Task[None]]:
-        """Return the copies of a run's versions that are in progress."""
-        return [task for key, task in self._persisting.items() if key[0] == run_id]
-
-    def _take_unpersisted(self, run_id: str) -> list[tuple[str, int]]:
-        """Remove and return a run's versions that the volume did not take."""
-        keys = [key for key in self._unpersisted if key[0] == run_id]
-        self._unpersisted.difference_update(keys)
-        return keys
+    async def _when_copied(self, copy: VersionCopy) -> None:
+        """Announce a version that is on the volume now, and remove what it makes superfluous."""
+        if copy.directory.is_relative_to(self._staging):
+            self._announce(copy.manifest, on_volume=True)
+        await self._retire(copy.run_id)
 
     async def _retire(self, run_id: str) -> None:
         """Remove the versions that newer ones make superfluous; leave what cannot be removed to the next call.
@@ -485,19 +404,16 @@ class Publisher:
 
     def _announce(self, manifest: pb.Manifest, *, on_volume: bool, generation: int = 0) -> Set[str]:
         """Announce a version and which one is the newest; return the names of the watchers."""
+        return self._hub.announce(self._announcement(manifest, on_volume=on_volume, generation=generation))
+
+    def _announcement(self, manifest: pb.Manifest, *, on_volume: bool, generation: int = 0) -> pb.Announcement:
         model = manifest.model
         newest = max(model.version, self._hub.newest(model.run_id), self._returning.get(model.run_id, 0))
         announcement = pb.Announcement(manifest=manifest, broadcast_generation=generation, newest_version=newest)
         if on_volume:
             final = self._final(model.run_id, model.version)
             announcement.volume_path = str(final.relative_to(self._volume.root))
-        return self._hub.announce(announcement)
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    """Copy the files of a flat directory. Raises OSError with its errno, which `shutil.copytree` leaves out."""
-    for path in source.iterdir():
-        shutil.copy2(path, target)
+        return announcement
 
 
 @contextmanager

@@ -82,6 +82,7 @@ class WatchHub:
     def __init__(self) -> None:
         self._watchers: dict[str, Watcher] = {}
         self._newest: dict[str, pb.Announcement] = {}
+        self._newest_on_volume: dict[str, pb.Announcement] = {}
         self._announced: dict[VersionKey, str] = {}
         """SHA-256 of every announced version."""
         self._acks: dict[VersionKey, dict[str, pb.Acknowledgement]] = defaultdict(dict)
@@ -117,8 +118,10 @@ class WatchHub:
         self._watchers[watcher.sampler_id] = watcher
         for run_id in {run_id for run_id, _ in watcher.held} & self._deleted:
             watcher.forget_run(run_id)
-        for announcement in self._newest.values():
+        usable = self._newest_on_volume if watcher.needs_volume else self._newest
+        for run_id, announcement in usable.items():
             if watcher.needs(served_model_from_proto(announcement.manifest.model)):
+                announcement.newest_version = max(announcement.newest_version, self.newest(run_id))
                 watcher.announce(announcement)
         _log.info("sampler watches", sampler=watcher.sampler_id, holds=len(watcher.held))
         await self._notify()
@@ -144,23 +147,26 @@ class WatchHub:
 
     def newest(self, run_id: str) -> int:
         """Return the newest version of a run that was announced; 0 if none was."""
-        announcement = self._newest.get(run_id)
-        return announcement.manifest.model.version if announcement is not None else 0
+        return _version(self._newest.get(run_id))
 
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
         """Announce a version to every watcher; return their names."""
         model = announcement.manifest.model
         self._announced[model.run_id, model.version] = model.sha256
         if self.newest(model.run_id) <= model.version:
-            # Samplers that join later are not in the group that receives this broadcast.
-            self._newest[model.run_id] = pb.Announcement(
-                manifest=announcement.manifest,
-                volume_path=announcement.volume_path,
-                newest_version=announcement.newest_version,
-            )
+            self._newest[model.run_id] = _for_later(announcement)
+        if announcement.volume_path:
+            self.remember_on_volume(announcement)
         for watcher in self._watchers.values():
             watcher.announce(announcement)
         return frozenset(self._watchers)
+
+    def remember_on_volume(self, announcement: pb.Announcement) -> None:
+        """Announce a version, unless a newer one is on the volume, to samplers that join later and need the volume."""
+        model = announcement.manifest.model
+        self._announced[model.run_id, model.version] = model.sha256
+        if _version(self._newest_on_volume.get(model.run_id)) <= model.version:
+            self._newest_on_volume[model.run_id] = _for_later(announcement)
 
     async def acknowledge(self, watcher: Watcher, ack: pb.Acknowledgement) -> bool:
         """Record that a version is active in a sampler, if its bytes are the announced ones.
@@ -214,6 +220,7 @@ class WatchHub:
         """Forget a run and notify every watcher that it was deleted, also one that holds it and joins later."""
         self._deleted.add(run_id)
         self._newest.pop(run_id, None)
+        self._newest_on_volume.pop(run_id, None)
         self._ended.discard(run_id)
         for key in [key for key in (*self._announced, *self._acks, *self._refusals) if key[0] == run_id]:
             self.forget_version(key)
@@ -294,3 +301,17 @@ class WatchHub:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _for_later(announcement: pb.Announcement) -> pb.Announcement:
+    """Return an announcement for samplers that join later: they are not in the group that receives its broadcast."""
+    return pb.Announcement(
+        manifest=announcement.manifest,
+        volume_path=announcement.volume_path,
+        newest_version=announcement.newest_version,
+    )
+
+
+def _version(announcement: pb.Announcement | None) -> int:
+    """Return the announced version; 0 for none."""
+    return announcement.manifest.model.version if announcement is not None else 0

@@ -58,8 +58,14 @@ class CommandProgress:
     and released when it ends.
     """
 
-    def __init__(self, earlier: Sequence[CommandProgress] = (), *, may_overlap: bool = False) -> None:
-        """`earlier` are the commands of the same kind before this one that have not ended."""
+    def __init__(
+        self, earlier: Sequence[CommandProgress] = (), *, may_overlap: bool = False, is_replay: bool = False
+    ) -> None:
+        """`earlier` are the commands of the same kind before this one that have not ended.
+
+        With `is_replay` the command was answered before, and executes only for what it changes in the engine.
+        """
+        self.is_replay = is_replay
         self.captured = asyncio.Event()
         self.released = asyncio.Event()
         self.ended = asyncio.Event()
