@@ -174,7 +174,10 @@ class VersionWatcher:
             self._group.expect(key, announcement)
         if self._needs_volume and not on_volume:
             return
-        is_newer = self._resolver.announced(key.run_id, key.version, announcement.newest_version or key.version)
+        newest = announcement.newest_version or key.version
+        if self._needs_volume and not self._resolver.newest(key.run_id):
+            newest = key.version  # whatever is newer is not on the volume
+        is_newer = self._resolver.announced(key.run_id, key.version, newest)
         # A version is announced again when it reaches the volume. By then a streamed one may already be superseded.
         if is_newer or not on_volume or self._needs_volume:
             self._awaited.add(key)

@@ -237,6 +237,21 @@ async def test_the_volume_bridge_goes_on_to_each_version_that_reaches_the_volume
         assert (await client.sample(version_ref(RUN))).model.version == 3
 
 
+async def test_the_first_answer_from_the_volume_does_not_wait_for_what_is_not_there(model, volume, tmp_path):
+    memory = Volume(tmp_path / "memory")
+    for version in (1, 2, 3):
+        make_version(memory, model, RUN, version)
+    trainer = Trainer(memory)
+    async with serving(trainer) as port, sampling(model, port, tmp_path, bridge="volume") as client:
+        first, second = (make_version(volume, model, RUN, version) for version in (1, 2))
+        trainer.announce(second, f"runs/{RUN}/versions/2", newest=3)
+        await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [2])
+        assert (await client.sample(version_ref(RUN))).model.version == 2
+        trainer.announce(first, f"runs/{RUN}/versions/1", newest=3)
+        await until(lambda: [ack.version for ack in trainer.heard("acknowledgement")] == [2, 1])
+        assert (await client.sample(version_ref(RUN))).model.version == 2
+
+
 async def test_a_version_on_its_way_to_the_volume_is_waited_for(model, volume, tmp_path):
     memory = Volume(tmp_path / "memory")
     manifest = make_version(memory, model, RUN, 1)

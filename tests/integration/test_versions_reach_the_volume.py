@@ -328,8 +328,20 @@ async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_
         await asyncio.sleep(0.45)
         assert tried == [3, 2, 1, 3, 2][: len(tried)]
         assert len(tried) >= 2
+        crash(trainer)
+        shutil.rmtree(publisher._staging / run.run_id, ignore_errors=True)
+        for version in (1, 2, 3):
+            await publisher.recreate(run, version, version, "")
+        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+        tried.clear()
+        await asyncio.sleep(0.45)
+        assert tried == [3, 2, 1, 3, 2][: len(tried)]
         monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 60.0)
         await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+        tried.clear()
+        with pytest.raises(OSError, match="Input/output error"):
+            await publisher.settled(run.run_id)
+        assert len(tried) == 1
     publisher._copies._copy_next_after(0.0, run.run_id)
     versions = trainer.commander.version.parent
     await asyncio.to_thread(wait_for, lambda: sorted(layout.numbered(versions)) == [1, 2, 3], 30)
@@ -345,15 +357,17 @@ async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer,
             await commander.send(pb.PublishWeightsRequest)
         await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
     size = sum(path.stat().st_size for path in publisher.find(run, 1).iterdir())
-    free = shutil.disk_usage(commander.version.parents[1]).free
     room = size + size // 2  # for one of them
+
+    def usage(_):
+        return SimpleNamespace(free=room - size * len(layout.numbered(commander.version.parent)))
+
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.limits.disk_guard.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
-        patch.setattr(publisher._copies, "_guard", DiskGuard(free - room))
+        patch.setattr("trainer_service.limits.disk_guard.shutil.disk_usage", usage)
         if how == "settled":
             with pytest.raises(errors.DiskFull):
                 await publisher.settled(run.run_id)
-            assert layout.numbered(commander.version.parent) == []
+            assert len(layout.numbered(commander.version.parent)) == 1
         else:
             crash(trainer)
             for version in (1, 2):
@@ -363,6 +377,20 @@ async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer,
             assert layout.numbered(commander.version.parent) == [1]
     await publisher.settled(run.run_id)
     assert sorted(layout.numbered(commander.version.parent)) == [1, 2]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_copy_that_is_cancelled_is_not_taken_for_made(trainer):
+    publisher, run_id = trainer.publisher, trainer.run.run_id
+    await trainer.hub.join(trainer.slow)
+    await trainer.commander.send(pb.PublishWeightsRequest)
+    settling = asyncio.create_task(publisher.settled(run_id))
+    await asyncio.wait({settling}, timeout=0.5)
+    settling.cancel()
+    trainer.slow.go_on()
+    await asyncio.gather(settling, *publisher._copies._tasks(run_id), return_exceptions=True)
+    await publisher.settled(run_id)
+    assert trainer.commander.version.exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")

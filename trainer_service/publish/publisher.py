@@ -174,7 +174,7 @@ class Publisher:
     async def settled(self, run_id: str) -> None:
         """Wait until a run's published versions are on the volume. Raises the error that keeps one from it.
 
-        Raises DiskFull if the volume has no room for what it did not take before.
+        What the volume did not take before is copied again. Raises DiskFull if there is no room for it.
         """
         await self._copies.settled(run_id)
 

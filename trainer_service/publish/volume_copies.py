@@ -59,7 +59,7 @@ class VolumeCopies:
         """When the next of these is copied, by run."""
 
     async def stop(self) -> None:
-        """Finish the copies in progress, and make no others."""
+        """Finish the copies in progress, and make no other."""
         while self._in_progress:  # the end of one may start another
             await asyncio.gather(*(task for _, task in self._in_progress.values()), return_exceptions=True)
         self._failed.clear()
@@ -80,22 +80,30 @@ class VolumeCopies:
         self._copy_next(copy.run_id)
 
     async def settled(self, run_id: str) -> None:
-        """Wait until a run's versions are on the volume. Raises the error that keeps one from it.
+        """Wait until a run's versions are on the volume. Raises the error that keeps one from it, or DiskFull.
 
-        What the volume did not take is copied again, if there is room for all of it.
+        What the volume did not take is copied again, up to the first version that it does not take now.
         """
-        self._start_again([copy for copy in self._failed.values() if copy.run_id == run_id])
         await asyncio.gather(*self._tasks(run_id))
+        for copy in self._failed_of(run_id):
+            key = (run_id, copy.version)
+            if key in self._failed:
+                self._start_again(copy)
+            if key in self._in_progress:
+                await self._in_progress[key][1]
 
     async def forget(self, run_id: str) -> None:
-        """Wait for a deleted run's copies in progress, and make no others."""
+        """Wait for a deleted run's copies in progress, and make no other."""
         while tasks := self._tasks(run_id):
             await asyncio.gather(*tasks, return_exceptions=True)
-        for key in [key for key in self._failed if key[0] == run_id]:
-            del self._failed[key]
+        for copy in self._failed_of(run_id):
+            del self._failed[run_id, copy.version]
 
     def _tasks(self, run_id: str) -> list[asyncio.Task[None]]:
         return [task for copy, task in self._in_progress.values() if copy.run_id == run_id]
+
+    def _failed_of(self, run_id: str) -> list[VersionCopy]:
+        return [copy for copy in self._failed.values() if copy.run_id == run_id]
 
     async def _copy(self, copy: VersionCopy, answered: asyncio.Event | None) -> None:
         if answered is not None:
@@ -114,21 +122,21 @@ class VolumeCopies:
     def _ended(self, copy: VersionCopy, task: asyncio.Task[None]) -> None:
         copy.room.close()
         del self._in_progress[copy.run_id, copy.version]
-        seconds = 0.0
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
             _log.error(
                 "copying the version to the volume failed", run=copy.run_id, version=copy.version, error=str(error)
             )
+        if error is not None or task.cancelled():
             copy.failures += 1
             self._failed[copy.run_id, copy.version] = copy
-            seconds = COPY_AGAIN_SECONDS
-        if any(run_id == copy.run_id for run_id, _ in self._failed):
-            self._copy_next_after(seconds, copy.run_id)
+            self._copy_next_after(COPY_AGAIN_SECONDS, copy.run_id)
+        elif self._failed_of(copy.run_id):
+            self._copy_next_after(0.0, copy.run_id)
 
     def _copy_next_after(self, seconds: float, run_id: str) -> None:
         """Set the time of a run's next copy, in place of the one that was set."""
-        if (timer := self._timers.pop(run_id, None)) is not None:
-            timer.cancel()
+        self._cancel_timer(run_id)
         self._timers[run_id] = asyncio.get_running_loop().call_later(seconds, self._copy_next, run_id)
 
     def _copy_next(self, run_id: str) -> None:
@@ -137,24 +145,24 @@ class VolumeCopies:
         It is the newest of those that failed least often. The others follow once the volume takes one, so that a volume
         that fails is not asked to take all of them each time.
         """
-        self._timers.pop(run_id, None)
-        failed = [copy for copy in self._failed.values() if copy.run_id == run_id]
-        if not failed:
+        self._cancel_timer(run_id)
+        if not (failed := self._failed_of(run_id)):
             return
         try:
-            self._start_again([min(failed, key=lambda copy: (copy.failures, -copy.version))])
+            self._start_again(min(failed, key=lambda copy: (copy.failures, -copy.version)))
         except (errors.DiskFull, OSError):
             self._copy_next_after(COPY_AGAIN_SECONDS, run_id)
 
-    def _start_again(self, copies: list[VersionCopy]) -> None:
-        """Start failed copies again. Raises DiskFull if there is no room for them and those in progress."""
-        if not copies:
-            return
-        in_progress = [copy for copy, _ in self._in_progress.values()]
-        self._guard.check_free(self._volume.root, sum(map(self._missing_bytes, [*copies, *in_progress])))
-        for copy in copies:
-            del self._failed[copy.run_id, copy.version]
-            self.start(copy)
+    def _cancel_timer(self, run_id: str) -> None:
+        if (timer := self._timers.pop(run_id, None)) is not None:
+            timer.cancel()
+
+    def _start_again(self, copy: VersionCopy) -> None:
+        """Start a failed copy again. Raises DiskFull if there is no room for it and those in progress."""
+        in_progress = (each for each, _ in self._in_progress.values())
+        self._guard.check_free(self._volume.root, sum(map(self._missing_bytes, [copy, *in_progress])))
+        del self._failed[copy.run_id, copy.version]
+        self.start(copy)
 
     def _missing_bytes(self, copy: VersionCopy) -> int:
         is_there = self._volume.version(copy.run_id, copy.version).exists()
