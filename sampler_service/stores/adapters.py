@@ -232,9 +232,10 @@ class VersionRegistry:
         arrival = self.arrivals.expect(run_of(key))
         if (waiting := self._disk.take(key, tenant)) is not None:
             try:
-                return await self._install(waiting, arrival)
+                return await self._install(waiting, arrival, waited=True)
             except BaseException as error:
-                self.listeners.notify_released(waiting.served)
+                if self._disk.find(key) is None:
+                    self.listeners.notify_released(waiting.served)
                 if not isinstance(error, errors.ChecksumMismatch):
                     raise
                 _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
@@ -250,17 +251,18 @@ class VersionRegistry:
     def _all_staged(self) -> Iterator[StagedAdapter]:
         return chain((entry.staged for entry in chain(self, self._evicted)), self._disk)
 
-    async def _install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
+    async def _install(self, staged: StagedAdapter, arrival: Arrival, *, waited: bool = False) -> LoadedVersion:
         """Load a staged adapter into the engine. The registry owns its files from now on, even if this raises.
 
+        One that `waited` on disk waits on if there is no room for it: it may be nowhere else.
         Loading continues if the caller is cancelled, so that the engine never holds an adapter that is not registered.
         Raises VersionExists if the key is taken by other content, Overloaded if every loaded version is in use,
         NonFinite for weights that are not finite, RunNotFound if the run is deleted meanwhile, and what the engine
         raises.
         """
-        return await self._installing.run(self._install_or_discard(staged, arrival))
+        return await self._installing.run(self._install_or_discard(staged, arrival, waited=waited))
 
-    async def _install_or_discard(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
+    async def _install_or_discard(self, staged: StagedAdapter, arrival: Arrival, *, waited: bool) -> LoadedVersion:
         try:
             entry = self._entries.get(staged.key) or await self._load(staged, arrival)
             if entry.staged is not staged:
@@ -269,6 +271,9 @@ class VersionRegistry:
                 await staged.discard()
             return entry
         except BaseException as error:
+            if waited and isinstance(error, errors.Exhausted) and not arrival.is_deleted:
+                await self._disk.put_back(staged, self._release)
+                raise
             await staged.discard()
             if isinstance(error, FileNotFoundError) and staged.files is not None:
                 raise ReplacedError(

@@ -77,6 +77,12 @@ class DiskTier:
         del self._waiting[key]
         return replace(staged, verifying=asyncio.create_task(_verify(staged)))
 
+    async def put_back(self, staged: StagedAdapter, release: Release) -> None:
+        """Keep a version that was taken and could not be loaded."""
+        if staged.verifying is not None:
+            staged.verifying.cancel()
+        await self.put(replace(staged, verifying=None), release)
+
     async def replace(self, staged: StagedAdapter) -> None:
         """Drop the waiting copy of weights that were just loaded. Raises VersionExists if its content differs."""
         if (waiting := self._waiting.get(staged.key)) is not None:

@@ -380,6 +380,58 @@ async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer,
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_copy_that_started_again_meanwhile_is_waited_for_too(trainer, monkeypatch):
+    publisher, run_id, copy2 = trainer.publisher, trainer.run.run_id, shutil.copy2
+    go_on = {"1": threading.Event(), "2": threading.Event()}
+
+    def copy(source, target):
+        go_on[source.parent.name].wait(30)
+        return copy2(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
+        await trainer.commander.send(pb.PublishWeightsRequest)
+        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
+    await trainer.commander.send(pb.PublishWeightsRequest)
+    settling = asyncio.create_task(publisher.settled(run_id))
+    await asyncio.sleep(0)
+    publisher._copies._copy_next(run_id)
+    go_on["2"].set()
+    assert not (await asyncio.wait({settling}, timeout=1))[0]
+    go_on["1"].set()
+    await settling
+    assert trainer.commander.version.exists()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("superseded", [False, True])
+async def test_a_version_whose_name_was_not_synced_is_synced_again_or_superseded(trainer, monkeypatch, superseded):
+    publisher, commander, run_id = trainer.publisher, trainer.commander, trainer.run.run_id
+    sync, fails, synced = layout.sync_directory, [True], []
+
+    def sync_directory(directory):
+        if directory == commander.version.parent and commander.version.exists():
+            if fails:
+                fails.clear()
+                unreadable()
+            synced.append(directory)
+        sync(directory)
+
+    monkeypatch.setattr("trainer_service.publish.volume_copies.layout.sync_directory", sync_directory)
+    await commander.send(pb.PublishWeightsRequest)
+    await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
+    assert (commander.version.exists(), synced) == (True, [])
+    if superseded:
+        publisher._keep_versions = 1
+        monkeypatch.setattr(publisher._copies, "_copy_next", lambda _: None)
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+    await publisher.settled(run_id)
+    assert synced
+    assert commander.version.exists() is not superseded
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_copy_that_is_cancelled_is_not_taken_for_made(trainer):
     publisher, run_id = trainer.publisher, trainer.run.run_id
     await trainer.hub.join(trainer.slow)
@@ -483,6 +535,18 @@ async def test_a_whole_model_is_found_again_although_a_crash_cut_off_its_compari
         await publish()
     assert layout.numbered(trainer.commander.version.parents[2] / run.run_id / "versions") == [1]
     assert (await publish()).model == made
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_whole_model_that_comes_back_different_never_gets_its_name(trainer, monkeypatch):
+    run = await trainer.lifecycle.create_run(Identity(TEAM), "whole_again", b"digest", "", FullParameters(), {})
+    version = trainer.commander.version.parents[2] / run.run_id / "versions" / "1"
+    with monkeypatch.context() as patch:  # what a crash would leave
+        patch.setattr("trainer_service.publish.publisher.shutil.rmtree", lambda *_, **__: None)
+        await trainer.publisher.recreate(run, 1, 1, "the checksum of other weights")
+    assert not version.exists()
+    await trainer.publisher.recreate(run, 1, 1, "")
+    assert version.exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")

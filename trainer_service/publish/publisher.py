@@ -36,6 +36,10 @@ _NUMBERS_RESERVED = 64
 """Version numbers that one write of run.json reserves, so that not every publish waits for the disk."""
 
 
+class _DiffersError(Exception):
+    """A recreated version is not the original."""
+
+
 class Publisher:
     """Creates versions and keeps their files as long as they are needed."""
 
@@ -161,11 +165,10 @@ class Publisher:
         exists = self._staged(run.run_id, version).exists() or self._final(run.run_id, version).exists()
         if exists or not self._is_recent(run.run_id, version):
             return
-        manifest, directory = await self._stage(run, version, seq_id, CommandProgress(), is_recreated=True)
-        if sha256 not in {"", manifest.model.sha256}:
+        try:
+            manifest, directory = await self._stage(run, version, seq_id, CommandProgress(), original=sha256)
+        except _DiffersError:
             _log.error("recreated version differs from the original; dropped", run=run.run_id, version=version)
-            self._manifests.pop(directory, None)
-            await asyncio.to_thread(shutil.rmtree, directory)
             return
         if version >= self._returning.get(run.run_id, 0):
             self._broadcast(manifest, directory)
@@ -293,15 +296,19 @@ class Publisher:
         seq_id: int,
         progress: CommandProgress,
         *,
-        is_recreated: bool = False,
+        original: str | None = None,
     ) -> tuple[pb.Manifest, Path]:
-        """Create a version's files and manifest; samplers are notified of a new adapter before its checksums exist."""
+        """Create a version's files and manifest; samplers are notified of a new adapter before its checksums exist.
+
+        `original` is the checksum that a recreated version must have, empty if unknown. Raises _DiffersError if it has
+        another; nothing is left then.
+        """
         await self._reserve(run, version)
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
         async with layout.new_directory_async(directory, overwrite=whole, durable=whole) as staging:
             # A recreated version may differ from the original: its checksum, not yet known, decides whether it is used.
-            published = None if is_recreated else PublishedAs(run.run_id, version, run.tenant)
+            published = PublishedAs(run.run_id, version, run.tenant) if original is None else None
             with nullcontext() if whole else _naming_staging_dir():
                 await self._engine.save_adapter(run.run_id, staging, progress.capture, published)
             progress.release()
@@ -316,12 +323,19 @@ class Publisher:
             )
             if whole:
                 manifest = await asyncio.to_thread(_seal_model, staging, draft)
+                _check_original(manifest, original)
         if not whole:
-            if not is_recreated:
+            if original is None:
                 staged_path = str(directory / layout.WEIGHTS_FILE)
                 self._hub.notify_staged(pb.Staged(manifest=draft, staged_path=staged_path))
             # The manifest is written to a file when the version is copied to the volume; nobody reads it before that.
-            manifest = self._manifests[directory] = await asyncio.to_thread(weights.seal, directory, draft)
+            manifest = await asyncio.to_thread(weights.seal, directory, draft)
+            try:
+                _check_original(manifest, original)
+            except _DiffersError:
+                await asyncio.to_thread(shutil.rmtree, directory)
+                raise
+            self._manifests[directory] = manifest
         return manifest, directory
 
     async def _reserve(self, run: RunRecord, version: int) -> None:
@@ -350,24 +364,31 @@ class Publisher:
         """
         async with self._retiring:
             try:
-                await asyncio.to_thread(self._remove_superfluous, run_id, self._hub.leased())
+                removed = await asyncio.to_thread(self._remove_superfluous, run_id, self._hub.leased())
             except OSError as error:
                 _log.warning("older versions not removed", run=run_id, error=str(error))
+            else:
+                for version in removed:
+                    self._copies.drop(run_id, version)
 
-    def _remove_superfluous(self, run_id: str, leased: Set[tuple[str, int]]) -> None:
-        """Remove staged versions that are on the volume with a newer one, and versions there that nobody needs."""
+    def _remove_superfluous(self, run_id: str, leased: Set[tuple[str, int]]) -> list[int]:
+        """Remove staged versions that are on the volume with a newer one, and versions there that nobody needs.
+
+        Returns the latter.
+        """
         on_volume = sorted(self._on_volume(run_id), reverse=True)
         for version in on_volume[1:]:
             staged = self._staged(run_id, version)
             self._manifests.pop(staged, None)
             shutil.rmtree(staged, ignore_errors=True)  # the run may be deleted meanwhile
-        for version in on_volume[self._keep_versions :]:
-            if (run_id, version) not in leased:
-                final = self._final(run_id, version)
-                with suppress(FileNotFoundError):
-                    layout.remove_directory(final)
-                self._guard.measure(final)
-                self._hub.forget_version((run_id, version))
+        superfluous = [version for version in on_volume[self._keep_versions :] if (run_id, version) not in leased]
+        for version in superfluous:
+            final = self._final(run_id, version)
+            with suppress(FileNotFoundError):
+                layout.remove_directory(final)
+            self._guard.measure(final)
+            self._hub.forget_version((run_id, version))
+        return superfluous
 
     def _staged(self, run_id: str, version: int) -> Path:
         return self._staging / run_id / str(version)
@@ -414,6 +435,11 @@ class Publisher:
             final = self._final(model.run_id, model.version)
             announcement.volume_path = str(final.relative_to(self._volume.root))
         return announcement
+
+
+def _check_original(manifest: pb.Manifest, original: str | None) -> None:
+    if original not in {None, "", manifest.model.sha256}:
+        raise _DiffersError
 
 
 @contextmanager

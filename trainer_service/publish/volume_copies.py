@@ -32,6 +32,8 @@ class VersionCopy:
     """Holds the reservation of the version's bytes until they are counted on the volume."""
     failures: int = 0
     """How often the volume did not take it."""
+    is_kept: bool = True
+    """Whether the version is still wanted."""
 
     @property
     def run_id(self) -> str:
@@ -84,13 +86,20 @@ class VolumeCopies:
 
         What the volume did not take is copied again, up to the first version that it does not take now.
         """
-        await asyncio.gather(*self._tasks(run_id))
-        for copy in self._failed_of(run_id):
+        in_progress = [copy for copy, _ in self._in_progress.values() if copy.run_id == run_id]
+        for copy in [*in_progress, *self._failed_of(run_id)]:
             key = (run_id, copy.version)
-            if key in self._failed:
+            if key in self._failed:  # also since this began
                 self._start_again(copy)
             if key in self._in_progress:
                 await self._in_progress[key][1]
+
+    def drop(self, run_id: str, version: int) -> None:
+        """Make no other copy of a version that is no longer kept."""
+        key = (run_id, version)
+        self._failed.pop(key, None)
+        if key in self._in_progress:
+            self._in_progress[key][0].is_kept = False
 
     async def forget(self, run_id: str) -> None:
         """Wait for a deleted run's copies in progress, and make no other."""
@@ -111,7 +120,10 @@ class VolumeCopies:
             with suppress(TimeoutError):
                 await asyncio.wait_for(answered.wait(), ANSWER_SECONDS)
         final = self._volume.version(copy.run_id, copy.version)
-        if not final.exists():
+        if final.exists():
+            if copy.failures:  # perhaps only the sync of its name failed
+                await asyncio.to_thread(layout.sync_directory, final.parent)
+        else:
             async with layout.new_directory_async(final) as staging:
                 await asyncio.to_thread(_copy_files, copy.directory, staging)
                 await asyncio.to_thread(weights.write_manifest, staging, copy.manifest)
@@ -127,7 +139,7 @@ class VolumeCopies:
             _log.error(
                 "copying the version to the volume failed", run=copy.run_id, version=copy.version, error=str(error)
             )
-        if error is not None or task.cancelled():
+        if copy.is_kept and (error is not None or task.cancelled()):
             copy.failures += 1
             self._failed[copy.run_id, copy.version] = copy
             self._copy_next_after(COPY_AGAIN_SECONDS, copy.run_id)

@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import subprocess
 import threading
 import time
@@ -108,13 +109,18 @@ class Services:
                 service.process.wait(60)
 
     def unexpected(self) -> list[str]:
-        """Return the log's lines that no fault explains: engines that ended by themselves, errors without a type."""
+        """Return the logs' lines that no fault explains: engines that ended by themselves, errors without a type.
+
+        Prints what was logged before and after each.
+        """
         found = []
         for service in (self.gateway, self.sampler, self.trainer):
-            for line in service.log.read_text(errors="replace").splitlines():
+            lines = service.log.read_text(errors="replace").splitlines()
+            for number, line in enumerate(lines):
                 status = _ENGINE_STATUS.search(line)
                 if "uncaught" in line or (status and int(status[1]) != -signal.SIGKILL):
                     found.append(f"{service.name} logged: {line[:500]}")
+                    sys.stderr.write("\n".join(lines[max(number - 20, 0) : number + 20]) + "\n")
         return found
 
     def close(self) -> None:

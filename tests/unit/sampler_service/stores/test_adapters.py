@@ -371,6 +371,21 @@ async def test_what_arrives_of_a_run_after_its_deletion_is_refused(setup):
     assert (await use(registry, setup.publish(1, new_run_id()))).served.version == 1
 
 
+@pytest.mark.parametrize("per_tenant", [0, 1])
+async def test_a_version_that_waits_on_disk_waits_on_when_there_is_no_room_for_it(setup, tmp_path, per_tenant):
+    registry = setup.registry(max_loaded=1 + per_tenant, per_tenant=per_tenant, keep=8, on_disk=8)
+    released = []
+    registry.listeners.released.append(released.append)
+    pushed, sent, other = setup.publish(1), tmp_path / "sent", setup.publish(2)
+    setup.volume.version(RUN, 1).rename(sent)  # no trainer has it
+    await registry.install(StagedAdapter(read_manifest(sent), sent, True, on_disk=True), registry.arrivals.expect(RUN))
+    async with registry.lease(other, TENANT):
+        with pytest.raises(errors.QuotaExceeded if per_tenant else errors.Overloaded):
+            await use(registry, pushed)
+    assert not released
+    assert (await use(registry, pushed)).served.version == 1
+
+
 @pytest.mark.parametrize("end", ["forgotten", "displaced", "unloaded", "kept"])
 async def test_a_version_that_is_on_its_way_to_disk_ends_with_its_run_and_for_other_content(setup, end):
     registry = setup.registry(max_loaded=1, on_disk=1)
