@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -202,6 +202,23 @@ class CommandExecutor:
                 await self._checkpoints.link_into(path, Identity(command.tenant), target)
 
             directory = await run.snapshots.pin(command.seq_id, take)
+        try:
+            await self._load_directory(run, directory, progress, with_optimizer=with_optimizer)
+        except errors.EngineUnavailable:
+            raise  # it executes again
+        except Exception:
+            if not progress.is_replay:
+                with suppress(OSError):  # it is removed with the journal then
+                    await asyncio.to_thread(run.snapshots.drop_pin, command.seq_id)
+            raise
+        await self._registry.persist_if_possible(run)
+        _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
+        newest = await self._checkpoints.newest_states.find(run.run_id)
+        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path)))
+
+    async def _load_directory(
+        self, run: RunRecord, directory: Path, progress: CommandProgress, *, with_optimizer: bool
+    ) -> None:
         if isinstance(run.parameters, LoraConfig):
             made_on = (await asyncio.to_thread(weights.read_manifest, directory)).base_sha256
             check_same_base(self._engine.describe().weights_sha256, made_on, "the checkpoint was made on")
@@ -224,10 +241,6 @@ class CommandExecutor:
                 error.field = "path"  # the engine gets a directory, and does not know how it was named
             raise
         run.step, run.in_engine, run.state = loaded.step, True, RunState.READY
-        await self._registry.persist_if_possible(run)
-        _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
-        newest = await self._checkpoints.newest_states.find(run.run_id)
-        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path)))
 
     async def _publish_weights(
         self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress

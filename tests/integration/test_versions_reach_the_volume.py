@@ -579,6 +579,8 @@ async def test_a_load_is_refused_as_long_as_the_volume_does_not_take_what_was_pu
         with pytest.raises(refusal, match=says):
             await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
     assert (trainer.run.step, commander.version.exists()) == (stepped.step, False)
+    loads = commander.version.parents[1] / "loads"
+    assert not list(loads.iterdir()), "its tenant would be charged for it"
     await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
     assert (trainer.run.step, commander.version.exists()) == (0, True)
 

@@ -118,6 +118,10 @@ class SnapshotStore:
         """
         self._remove([self._loads / str(number) for number in layout.numbered(self._loads) if number < before])
 
+    def drop_pin(self, seq_id: int) -> None:
+        """Remove the checkpoint kept for a command that was refused, which no replay executes."""
+        self._remove([self._loads / str(seq_id)])
+
     def _remove(self, directories: list[Path]) -> None:
         for directory in directories:
             layout.remove_directory(directory)

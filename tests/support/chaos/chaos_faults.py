@@ -6,8 +6,8 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
