@@ -185,6 +185,7 @@ class TrainerService:
         self._background.spawn(self._end_watches())
 
     async def stop(self) -> None:
+        self._readiness = None  # an engine that dies from now on is not replaced
         await self._background.close()
         await self._registry.save()
         await self._publisher.stop()
