@@ -79,7 +79,7 @@ def weights_files(directory: Path) -> list[Path]:
         return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
     if (single := directory / _SINGLE).is_file():
         return [single]
-    return sorted(directory.glob("*.safetensors"))
+    return layout.entries(directory, "*.safetensors")
 
 
 def _digests(file: Path) -> Sequence[str]:

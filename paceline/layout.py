@@ -22,6 +22,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from uuid import uuid4
 
@@ -124,11 +125,11 @@ class Volume:
 
     def checkpoints(self, run_id: str = "") -> Iterator[CheckpointPath]:
         """Yield the directories that have a checkpoint's name, of one run or of all; skip everything else."""
-        folders = [self.run(run_id)] if run_id else sorted(self.runs.glob("run-*"))
+        folders = [self.run(run_id)] if run_id else entries(self.runs, "run-*")
         for folder in folders:
             for kind in CheckpointKind if _RUN_ID.fullmatch(folder.name) else ():
                 try:
-                    found = [path for path in sorted((folder / kind.folder).glob("*")) if path.is_dir()]
+                    found = [path for path in entries(folder / kind.folder) if path.is_dir()]
                 except OSError:  # a run that cannot be read, which concerns no other
                     continue
                 yield from (
@@ -203,7 +204,7 @@ def _open_directory(directory: Path) -> int:
     with suppress(FileNotFoundError):
         return os.open(directory, flags)
     # It may be between the two renames of `_replace`.
-    for old in directory.parent.glob(f".old-{'?' * 32}.{directory.name}"):
+    for old in entries(directory.parent, f".old-{'?' * 32}.{directory.name}"):
         with suppress(FileNotFoundError):
             return os.open(old, flags)
     return os.open(directory, flags)
@@ -244,9 +245,21 @@ def remove_directory(final: Path) -> None:
     shutil.rmtree(trash)
 
 
+def entries(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return a folder's entries whose names match `pattern`, sorted; none if the folder does not exist.
+
+    Raises OSError if it cannot be listed; `Path.glob` finds nothing then, as if the folder were empty.
+    """
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - names are matched, and not all become paths
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
+
 def numbered(folder: Path) -> list[int]:
     """Return the numbers among the names of a folder's entries; other entries, such as 007, are skipped."""
-    names = (path.name for path in folder.glob("[0-9]*"))
+    names = (path.name for path in entries(folder, "[0-9]*"))
     return [int(name) for name in names if name.isascii() and name.isdigit() and name == str(int(name))]
 
 
@@ -269,8 +282,8 @@ def find_quarantined(folder: Path) -> list[str]:
     Checkpoint folders are skipped: checkpoints are never set aside, and users choose their names.
     """
     checkpoints = {kind.folder for kind in CheckpointKind}
-    found = [path.relative_to(folder) for path in (*folder.glob("*.damaged-*"), *folder.glob("*/*.damaged-*"))]
-    return sorted(str(path) for path in found if path.parts[0] not in checkpoints)
+    folders = [folder, *(path for path in entries(folder) if path.is_dir() and path.name not in checkpoints)]
+    return sorted(str(path.relative_to(folder)) for each in folders for path in entries(each, "*.damaged-*"))
 
 
 def make_folder(folder: Path) -> None:
@@ -284,11 +297,11 @@ def make_folder(folder: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Clean up after a crash in `folder`: remove staging directories, restore what was being replaced."""
-    for left in sorted(folder.glob(".old-*")):
+    for left in entries(folder, ".old-*"):
         _, _, name = left.name.removeprefix(".old-").partition(".")
         if name and not (folder / name).exists():
             left.rename(folder / name)
-    for left in (*folder.glob(f"{STAGED}*"), *folder.glob(".old-*")):
+    for left in (*entries(folder, f"{STAGED}*"), *entries(folder, ".old-*")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
@@ -297,6 +310,15 @@ def write_all(file: int, content: bytes | memoryview) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(file, rest) :]
+
+
+def sync_file(file: Path) -> None:
+    """Make a file's contents durable."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(directory: Path) -> None:

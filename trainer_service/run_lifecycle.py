@@ -143,7 +143,8 @@ class RunLifecycle:
         which case nobody was superseded.
         """
         validation.check_request_id(request_id)
-        if request_id not in record.attached:
+        is_new = request_id not in record.attached
+        if is_new:
             record.attachment += 1
             record.attached[request_id] = record.attachment
             for oldest in list(record.attached)[:-_KNOWN_CLIENTS]:
@@ -152,7 +153,9 @@ class RunLifecycle:
         try:
             await self._registry.persist(record)
         except errors.DiskFull:
-            record.attached.pop(request_id, None)
+            if is_new:  # otherwise the run's file would make it the newest client when it is written next
+                record.attached.pop(request_id, None)
+                record.attachment = max(record.attached.values(), default=0)
             raise
         record.sequencer.attach(max(attachment, record.sequencer.attachment))
         return attachment

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from paceline import errors
+from paceline import errors, layout
 from paceline.chat import check_length, check_messages, read_chat_body
 from paceline.types import Datum
 
@@ -61,7 +61,7 @@ def read_tokenizer_files(model: str) -> dict[str, bytes]:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - only needed for hub ids
 
         directory = Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
-    files = {path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    files = {path for pattern in _TOKENIZER_FILES for path in layout.entries(directory, pattern) if path.is_file()}
     return {path.name: path.read_bytes() for path in sorted(files)}
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
-from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, entries
 from paceline.weights import parse_adapter_config, read_header, read_tensor_entries
 
 _PREFIX = "base_model.model."
@@ -124,7 +124,7 @@ def stored_dtype(model_path: Path) -> torch.dtype | None:
     stored: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
     if stored is not None:
         return stored
-    headers = (json.loads(read_header(file)) for file in sorted(model_path.glob("*.safetensors")))
+    headers = (json.loads(read_header(file)) for file in entries(model_path, "*.safetensors"))
     facts = (facts for header in headers for name, facts in header.items() if name != "__metadata__")
     return next((_DTYPES[one["dtype"]] for one in facts if one["dtype"] in _DTYPES), None)
 

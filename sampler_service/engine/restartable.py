@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from paceline import layout
 from paceline.base_weights import base_weights_sha256
 from paceline.errors import ChecksumMismatch, EngineUnavailable, ModelNotLoadable
 from paceline.log import get_logger
@@ -296,6 +297,6 @@ class _BaseFiles:
 
 def _digests(path: Path) -> tuple[str, str]:
     configuration = hashlib.sha256()
-    for file in sorted(path.glob("*.json")):
+    for file in layout.entries(path, "*.json"):
         configuration.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return base_weights_sha256(str(path)), configuration.hexdigest()

@@ -601,10 +601,11 @@ async def test_a_load_is_replayed_although_the_volume_does_not_take_what_was_pub
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_written(trainer, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_written(trainer, monkeypatch, number):
     commander = trainer.commander
     kind = CheckpointKind.STATE.value
-    with full_disk(monkeypatch, "trainer_service.runs.registry.write_run_file"):
+    with full_disk(monkeypatch, "trainer_service.runs.registry.write_run_file", number):
         path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
         await commander.send(pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy")
         await commander.send(pb.OptimStepRequest, adamw=ADAM)

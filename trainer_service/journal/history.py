@@ -141,7 +141,8 @@ def segment_path(directory: Path, name: SegmentName) -> Path:
 
 def segments(directory: Path) -> dict[SegmentName, Path]:
     """Return a journal's segments, oldest first; other files are ignored. Format 1 has no generations."""
-    return dict(sorted((_name(path), path) for path in directory.glob("*.journal") if _NAME.fullmatch(path.name)))
+    found = (path for path in layout.entries(directory, "*.journal") if _NAME.fullmatch(path.name))
+    return dict(sorted((_name(path), path) for path in found))
 
 
 def check_formats(directory: Path) -> None:

@@ -99,7 +99,7 @@ class DiskGuard:
             return
         if self._is_half:
             self.limit = shutil.disk_usage(self._runs.parent).total // 2
-        for folder in self._runs.glob("run-*"):
+        for folder in layout.entries(self._runs, "run-*"):
             if not layout.is_run_id(folder.name):
                 continue
             try:

@@ -61,7 +61,7 @@ class RunRegistry:
         served.
         """
         await asyncio.to_thread(self._prepare)
-        for folder in sorted(self._volume.runs.glob("run-*")):
+        for folder in layout.entries(self._volume.runs, "run-*"):
             if not layout.is_run_id(folder.name):
                 continue
             try:
@@ -201,11 +201,11 @@ class RunRegistry:
                 await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), record.to_facts())
 
     async def persist_if_possible(self, record: RunRecord) -> None:
-        """Write what is useful after a restart but not essential: a full disk does not undo what a command has done."""
+        """Write what is useful after a restart but not essential: a disk that fails does not undo what was done."""
         try:
             await self.persist(record)
-        except errors.DiskFull as error:
-            _log.warning("run's file not written; the next change writes it", run=record.run_id, error=error.message)
+        except (errors.DiskFull, OSError) as error:
+            _log.warning("run's file not written; the next change writes it", run=record.run_id, error=str(error))
 
     async def remove(self, record: RunRecord, *, keep_checkpoints: bool) -> None:
         """Delete a run, even if the disk is full. Kept checkpoints stay loadable by their owner's runs.

@@ -190,13 +190,16 @@ class PendingCommands:
         if not is_needed:
             self._bytes.check(self._tenant, command.size)
         pending = self._add(command)
+        self._append_following()
+        if pending.durable is None:
+            pending.timeout = asyncio.get_running_loop().call_later(self._gap_wait, self._time_out, pending)
+        return pending
+
+    def _append_following(self) -> None:
         while following := self.by_seq_id.get(self.appended + 1):
             following.durable = self._journal.append(following.command.to_record(), sync=True)
             following.cancel_timeout()
             self.appended += 1
-        if pending.durable is None:
-            pending.timeout = asyncio.get_running_loop().call_later(self._gap_wait, self._time_out, pending)
-        return pending
 
     def answered(self, seq_id: int) -> None:
         """Remove a command that was answered."""
@@ -210,11 +213,14 @@ class PendingCommands:
                 self._discard(pending.command.seq_id)
                 pending.resolve(error)
 
-    def skip_to(self, seq_id: int) -> None:
-        """Continue at a command; give up those before it."""
+    def skip_to(self, seq_id: int) -> asyncio.Future[None]:
+        """Continue at a command, which may have arrived, and give up those before it. Done when this is durable."""
         self.appended = self._answered = seq_id - 1
         lost = errors.RunStateLost("the run was restored by a later command", field="seq_id")
         self.refuse(lambda pending: pending.command.seq_id < seq_id, lost)
+        rebased = self._journal.append(RebaseRecord(seq_id), sync=True)
+        self._append_following()
+        return rebased
 
     def executing(self) -> list[tuple[Command, CommandProgress]]:
         """Return the commands that are executing."""
@@ -424,8 +430,9 @@ class Sequencer:
         if seq_id <= self.last_seq_id + 1:
             return
         self.executed = seq_id - 1
-        self._waiting.skip_to(seq_id)
-        await self.journal.append(RebaseRecord(seq_id), sync=True)
+        rebased = self._waiting.skip_to(seq_id)
+        self._advance()
+        await rebased
 
     def drain(self, error: errors.PacelineError) -> None:
         """Refuse new commands and those that have not started; started ones continue."""

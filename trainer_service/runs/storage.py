@@ -159,6 +159,7 @@ class RunStorage:
         Nothing is deleted. Raises UnknownFormatError, OSError, and DiskFull.
         """
         try:
+            self._sync_journal(run_id)
             return self.read(run_id)
         except JournalDamagedError as damage:
             folder = self._volume.run(run_id)
@@ -169,6 +170,11 @@ class RunStorage:
             # A base of 1 would mean that the run's state can be rebuilt from the journal.
             RunJournal.create(folder / _JOURNAL, base=max(base, 2))
             return self.read(run_id)
+
+    def _sync_journal(self, run_id: str) -> None:
+        """Make durable what a process that was killed has written and not synced: it is executed and answered now."""
+        for path in segments(self._volume.run(run_id) / _JOURNAL).values():
+            layout.sync_file(path)
 
     def _highest_accepted(self, run_id: str) -> int:
         """Return a seq_id above which no command of a run with a damaged journal was accepted."""

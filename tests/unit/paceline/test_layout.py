@@ -1,6 +1,7 @@
 """The checkpoint volume: names that cannot escape, directories that are never half-written."""
 
 import errno
+import os
 
 import pytest
 from hypothesis import given
@@ -123,3 +124,16 @@ def test_versions_and_snapshots_are_folders_named_by_plain_numbers(tmp_path):
     for name in ("1", "20", "007", "2.damaged-1", "٣", ".new-4"):
         (tmp_path / name).mkdir()
     assert sorted(layout.numbered(tmp_path)) == [1, 20]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch):
+    assert layout.numbered(tmp_path / "absent") == []
+    (tmp_path / "1").mkdir()
+
+    def exhausted(_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "listdir", exhausted)
+    for read in (layout.numbered, layout.entries, layout.find_quarantined, layout.sweep):
+        with pytest.raises(OSError, match="Too many open files"):
+            read(tmp_path)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.patience import PATIENCE
 
-from paceline import layout
+from paceline import errors, layout
 from paceline.rpc.identity import Identity
 from paceline.types import LoraConfig, ModelInfo
 from paceline.waiting_bytes import WaitingBytes
@@ -115,6 +115,22 @@ async def test_an_attachment_whose_caller_left_does_not_undo_the_next_one(lifecy
     assert await asyncio.to_thread(written.wait, PATIENCE)
     assert await another == 2
     assert read_run_file(volume.run(record.run_id))["attachment"] == 2
+
+
+async def test_an_attachment_that_was_refused_supersedes_nobody_later_either(lifecycle, volume, monkeypatch):
+    def full(*_):
+        raise errors.DiskFull("full")
+
+    record = await lifecycle.create_run(TEAM, *REQUEST)
+    assert await lifecycle.attach(record, "one") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(registry_module, "write_run_file", full)
+        for request in ("another", "one"):
+            with pytest.raises(errors.DiskFull):
+                await lifecycle.attach(record, request)
+    await lifecycle._registry.persist(record)
+    assert read_run_file(volume.run(record.run_id))["attachment"] == 1
+    assert await lifecycle.attach(record, "one") == 1
 
 
 async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(lifecycle, volume, monkeypatch):

@@ -484,3 +484,38 @@ async def test_a_step_whose_answer_found_no_room_is_in_the_run_that_is_rebuilt(v
             )
             await recovery.recover(run)
         assert doing.replayed == [3, 4, 5, 6]
+
+
+async def test_what_a_killed_trainer_wrote_and_did_not_sync_is_synced_before_it_counts(volume, monkeypatch):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+    synced, fdatasync = [], os.fdatasync
+
+    def note(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    journal = set((volume.run(RUN) / "journal").iterdir())
+    async with registry_of(volume):
+        assert journal <= set(synced)
+
+
+async def test_a_run_whose_journal_cannot_be_listed_is_not_taken_for_one_without(volume, monkeypatch):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+    listdir = os.listdir
+
+    def exhausted(path="."):
+        if Path(path).name in {"journal", "snapshots"}:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return listdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", exhausted)
+        async with registry_of(volume) as registry:
+            with pytest.raises(errors.PacelineError, match="Too many open files"):
+                registry.get(RUN, TEAM)
+    async with registry_of(volume) as registry:
+        assert registry.get(RUN, TEAM).state is RunState.READY
+    assert not list(volume.run(RUN).glob("*.damaged-*"))

@@ -300,6 +300,16 @@ async def test_rebase_goes_on_at_a_later_command_and_refuses_those_before(run):
     assert list(run.history().commands) == [20, 21]
 
 
+async def test_a_command_that_arrived_before_the_rebase_to_it_is_executed(run):
+    await run.send(1)
+    early, later = run.send(20), run.send(21)
+    await asyncio.sleep(0)
+    await run.sequencer.rebase(20)
+    await asyncio.wait_for(asyncio.gather(early, later), 10)
+    assert run.executor.ran == [1, 20, 21]
+    assert list(run.history().commands) == [20, 21]
+
+
 async def test_a_draining_run_ends_what_executes_and_leaves_the_rest_to_the_next_start(directory):
     run = JournaledRun(directory)
     release = asyncio.Event()
