@@ -14,6 +14,7 @@ from paceline.errors import ChecksumMismatch, EngineUnavailable, ModelNotLoadabl
 from paceline.log import get_logger
 from paceline.types import ModelInfo, SamplingParams
 from paceline.types.training import Array
+from sampler_service.engine.liveness import while_alive
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import (
     Adapter,
@@ -147,7 +148,9 @@ class RestartableEngine:
                     contents = self._base
                     await contents.verify_again()
                 if isinstance(self._engine, ModelEngine):
-                    await self._engine.change_model(model_path, contents)
+                    # Nobody else notices its death meanwhile: health checks of this engine pass.
+                    engine = self._engine
+                    await while_alive(engine.check_health, engine.change_model(model_path, contents))
                 else:
                     await self._exchange(model_path, contents)
         finally:
@@ -194,11 +197,11 @@ class RestartableEngine:
         while differing := self._adapters.keys() ^ loaded.keys():
             number = min(differing)
             if number in loaded:
-                await engine.remove_adapter(loaded.pop(number))
+                await while_alive(engine.check_health, engine.remove_adapter(loaded.pop(number)))
                 continue
             adapter = self._adapters[number]
             try:
-                await _load_verified(engine, adapter)
+                await while_alive(engine.check_health, _load_verified(engine, adapter))
                 loaded[number] = adapter
             except EngineUnavailable:
                 raise

@@ -33,6 +33,7 @@ from paceline.types import ModelInfo, SamplingParams, TopkLogprobs
 from paceline.types.training import Array
 from paceline.weight_sharing import clear
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup
+from sampler_service.engine.liveness import while_alive
 from sampler_service.engine.model_files import LinearShapes, check_adapter, linear_shapes_of, read_adapter, stored_dtype
 from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
 from sampler_service.engine.protocol import (
@@ -157,7 +158,8 @@ class VllmEngine:
             llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
         self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config), sockets)
         direct = self._options.apply == "direct"
-        sizes: list[int] = await llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
+        preparing = llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
+        sizes: list[int] = await while_alive(self.check_health, preparing)
         if direct and config.parallel_config.distributed_executor_backend is UniProcExecutor:
             await llm.engine_core.call_utility_async(mid_step_loads.METHOD)
         self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))

@@ -1,0 +1,26 @@
+"""Waiting for an engine that may die meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_HEALTH_SECONDS = 1.0
+"""Interval between health checks."""
+
+
+async def while_alive(check_health: Callable[[], Awaitable[None]], work: Awaitable[T]) -> T:
+    """Return the result of work on an engine. Raises what `check_health` raises if the engine dies meanwhile.
+
+    vLLM does not answer the calls that were in progress when its process died.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=_HEALTH_SECONDS))[0]:
+            await check_health()
+        return await task
+    finally:
+        task.cancel()
