@@ -92,6 +92,8 @@ class VersionRegistry:
         """Loaded until their last request ends, but no new request can find them."""
         self._evicted: set[LoadedVersion] = set()
         """Being unloaded, to wait on disk."""
+        self._returning: dict[VersionKey, StagedAdapter] = {}
+        """Being loaded from disk."""
         self._unloads = 0
         """Versions being unloaded, which takes a step of the engine; each occupies its place until then."""
         self._unloaded = asyncio.Event()
@@ -118,7 +120,7 @@ class VersionRegistry:
         return self._entries.get(key)
 
     def held(self) -> Iterator[ServedModel]:
-        return (staged.served for staged in self._all_staged())
+        return (staged.served for staged in chain(self._all_staged(), self._returning.values()))
 
     @asynccontextmanager
     async def lease(self, ref: ModelRef, tenant: str) -> AsyncIterator[Lease]:
@@ -231,14 +233,17 @@ class VersionRegistry:
     async def _fetch(self, key: VersionKey, tenant: str) -> LoadedVersion:
         arrival = self.arrivals.expect(run_of(key))
         if (waiting := self._disk.take(key, tenant)) is not None:
+            self._returning[key] = waiting
             try:
                 return await self._install(waiting, arrival, waited=True)
             except BaseException as error:
-                if self._disk.find(key) is None:
+                if self._disk.find(key) is None and key not in self._entries:
                     self.listeners.notify_released(waiting.served)
                 if not isinstance(error, errors.ChecksumMismatch):
                     raise
                 _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
+            finally:
+                self._returning.pop(key, None)
         self._check_room(tenant)
         while True:
             with self._metrics.fetch_seconds.time():

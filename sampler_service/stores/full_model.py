@@ -84,7 +84,8 @@ class ModelSlot(SingleModelStore):
         self._fetches: SharedFetches[StagedAdapter] = SharedFetches()
         self._wanted: Counter[VersionKey] = Counter()
         """Number of waiters and switches that need each model's files; at zero the files are discarded."""
-        self._brought: dict[VersionKey, StagedAdapter] = {}
+        self._brought: dict[VersionKey, list[StagedAdapter]] = {}
+        """Fetched files; a tenant and the sampler may have fetched the same model."""
         self._discarding = Background("files of a model not removed")
         self._numbers = count(1)
         metrics.requests_queued.set_function(lambda: len(self._queue))
@@ -164,9 +165,10 @@ class ModelSlot(SingleModelStore):
             return None
         with self._metrics.fetch_seconds.time():
             async with arriving_within(self._fetch_timeout):
-                staged = self._brought.get(key) or await self._fetches.join(
-                    key, tenant, lambda: self._bring(key, tenant)
-                )
+                if brought := self._brought.get(key):
+                    staged = brought[-1]
+                else:
+                    staged = await self._fetches.join(key, tenant, lambda: self._bring(key, tenant))
         check_owner(staged.manifest.tenant, key.ref(), tenant)
         return staged
 
@@ -174,7 +176,7 @@ class ModelSlot(SingleModelStore):
         staged = await self._bridge.fetch(key.ref(), tenant)
         await staged.verified()
         with self._files(key):  # discards the files if all callers were cancelled meanwhile
-            self._brought[key] = staged
+            self._brought.setdefault(key, []).append(staged)
         return staged
 
     @contextmanager
@@ -187,7 +189,7 @@ class ModelSlot(SingleModelStore):
             self._wanted[key] -= 1
             if not self._wanted[key]:
                 del self._wanted[key]
-                if staged := self._brought.pop(key, None):
+                for staged in self._brought.pop(key, ()):
                     self._discarding.spawn(staged.discard())
 
     async def _enter(self, waiter: _Waiter) -> bool:

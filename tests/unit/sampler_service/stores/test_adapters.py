@@ -386,6 +386,22 @@ async def test_a_version_that_waits_on_disk_waits_on_when_there_is_no_room_for_i
     assert (await use(registry, pushed)).served.version == 1
 
 
+async def test_a_version_that_is_loaded_from_disk_is_held_meanwhile(setup, monkeypatch):
+    registry, add_adapter, held = setup.registry(max_loaded=1, keep=8, on_disk=8), setup.engine.add_adapter, []
+
+    async def note(adapter):
+        held.append(sorted(served.version for served in registry.held()))
+        return await add_adapter(adapter)
+
+    first, second = setup.publish(1), setup.publish(2)
+    await use(registry, first)
+    await use(registry, second)
+    monkeypatch.setattr(setup.engine, "add_adapter", note)
+    await use(registry, first)
+    assert held == [[1, 2]]
+    assert sorted(served.version for served in registry.held()) == [1, 2]
+
+
 @pytest.mark.parametrize("end", ["forgotten", "displaced", "unloaded", "kept"])
 async def test_a_version_that_is_on_its_way_to_disk_ends_with_its_run_and_for_other_content(setup, end):
     registry = setup.registry(max_loaded=1, on_disk=1)
