@@ -7,12 +7,10 @@ from collections.abc import Awaitable, Callable
 
 from paceline import errors
 from paceline.log import get_logger
+from sampler_service.engine.liveness import HEALTH_SECONDS
 from sampler_service.engine.restartable import RestartableEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import Versions
-
-_HEALTH_SECONDS = 1.0
-"""Interval between health checks of the engine."""
 
 _PROVEN_SECONDS = 60.0
 """An engine that ran longer than this did not die because of how it was built; the count of attempts starts over."""
@@ -64,7 +62,7 @@ class EngineKeeper:
                 await self._engine.check_health()
             except errors.EngineUnavailable as error:
                 return error
-            await asyncio.sleep(_HEALTH_SECONDS)
+            await asyncio.sleep(HEALTH_SECONDS)
 
     async def _revive(self) -> str:
         """Restart the engine; return "" or, if it failed, the reason, formatted to be appended to a sentence."""

@@ -219,6 +219,7 @@ class CommandExecutor:
     async def _load_directory(
         self, run: RunRecord, directory: Path, progress: CommandProgress, *, with_optimizer: bool
     ) -> None:
+        """Load the files that are kept for the command, once what was published before is on the volume."""
         if isinstance(run.parameters, LoraConfig):
             made_on = (await asyncio.to_thread(weights.read_manifest, directory)).base_sha256
             check_same_base(self._engine.describe().weights_sha256, made_on, "the checkpoint was made on")

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_HEALTH_SECONDS = 1.0
-"""Interval between health checks."""
+HEALTH_SECONDS = 1.0
+"""Interval between health checks of an engine."""
 
 
 async def while_alive(check_health: Callable[[], Awaitable[None]], work: Awaitable[T]) -> T:
@@ -19,7 +19,7 @@ async def while_alive(check_health: Callable[[], Awaitable[None]], work: Awaitab
     """
     task = asyncio.ensure_future(work)
     try:
-        while not (await asyncio.wait({task}, timeout=_HEALTH_SECONDS))[0]:
+        while not (await asyncio.wait({task}, timeout=HEALTH_SECONDS))[0]:
             await check_health()
         return await task
     finally:

@@ -336,14 +336,11 @@ class RunJournal:
             )
 
     def _sync(self, segment: _OpenSegment) -> None:
-        file = os.open(segment.path, os.O_WRONLY)
         try:
-            os.fdatasync(file)
+            layout.sync_file(segment.path)
         except OSError:
             self._abandon(segment)
             raise
-        finally:
-            os.close(file)
         segment.synced()
 
     def _start_over(self) -> str:

@@ -43,6 +43,10 @@ class VersionCopy:
     def version(self) -> int:
         return int(self.manifest.model.version)
 
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.run_id, self.version
+
 
 class VolumeCopies:
     """Copies versions to the volume, and knows which ones it has not taken."""
@@ -70,15 +74,14 @@ class VolumeCopies:
 
     def start(self, copy: VersionCopy, answered: asyncio.Event | None = None) -> asyncio.Task[None]:
         """Copy a version, if it may wait after its publish is `answered`, and again later if that fails."""
-        key = (copy.run_id, copy.version)
         task = asyncio.create_task(self._copy(copy, answered))
-        self._in_progress[key] = (copy, task)
+        self._in_progress[copy.key] = (copy, task)
         task.add_done_callback(lambda done: self._ended(copy, done))
         return task
 
     def start_if_free(self, copy: VersionCopy) -> None:
         """Copy a version as soon as there is room for it."""
-        self._failed[copy.run_id, copy.version] = copy
+        self._failed[copy.key] = copy
         self._copy_next(copy.run_id)
 
     async def settled(self, run_id: str) -> None:
@@ -88,11 +91,10 @@ class VolumeCopies:
         """
         in_progress = [copy for copy, _ in self._in_progress.values() if copy.run_id == run_id]
         for copy in [*in_progress, *self._failed_of(run_id)]:
-            key = (run_id, copy.version)
-            if key in self._failed:  # also since this began
+            if copy.key in self._failed:  # also since this began
                 self._start_again(copy)
-            if key in self._in_progress:
-                await self._in_progress[key][1]
+            if copy.key in self._in_progress:
+                await self._in_progress[copy.key][1]
 
     def drop(self, run_id: str, version: int) -> None:
         """Make no other copy of a version that is no longer kept."""
@@ -106,7 +108,7 @@ class VolumeCopies:
         while tasks := self._tasks(run_id):
             await asyncio.gather(*tasks, return_exceptions=True)
         for copy in self._failed_of(run_id):
-            del self._failed[run_id, copy.version]
+            del self._failed[copy.key]
 
     def _tasks(self, run_id: str) -> list[asyncio.Task[None]]:
         return [task for copy, task in self._in_progress.values() if copy.run_id == run_id]
@@ -133,7 +135,7 @@ class VolumeCopies:
 
     def _ended(self, copy: VersionCopy, task: asyncio.Task[None]) -> None:
         copy.room.close()
-        del self._in_progress[copy.run_id, copy.version]
+        del self._in_progress[copy.key]
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.error(
@@ -141,7 +143,7 @@ class VolumeCopies:
             )
         if copy.is_kept and (error is not None or task.cancelled()):
             copy.failures += 1
-            self._failed[copy.run_id, copy.version] = copy
+            self._failed[copy.key] = copy
             self._copy_next_after(COPY_AGAIN_SECONDS, copy.run_id)
         elif self._failed_of(copy.run_id):
             self._copy_next_after(0.0, copy.run_id)
@@ -173,7 +175,7 @@ class VolumeCopies:
         """Start a failed copy again. Raises DiskFull if there is no room for it and those in progress."""
         in_progress = (each for each, _ in self._in_progress.values())
         self._guard.check_free(self._volume.root, sum(map(self._missing_bytes, [copy, *in_progress])))
-        del self._failed[copy.run_id, copy.version]
+        del self._failed[copy.key]
         self.start(copy)
 
     def _missing_bytes(self, copy: VersionCopy) -> int:

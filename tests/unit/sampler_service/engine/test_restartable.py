@@ -70,7 +70,7 @@ def engine(made, tmp_path, monkeypatch):
         made.append(Engine(options))
         return made[-1]
 
-    monkeypatch.setattr(liveness, "_HEALTH_SECONDS", 0.01)
+    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.01)
     return RestartableEngine(make, EngineOptions(tmp_path, "tiny"))
 
 
