@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.weight_sharing import BaseManifest, SharedTensor, claim
-from sampler_service.engine.vllm.worker.weight_export import share_cuda
+from paceline.weight_sharing import claim
+from sampler_service.engine.vllm.worker.weight_export import Places, hugging_face_views
 
 
 def say(text: object) -> None:
@@ -21,17 +21,10 @@ def say(text: object) -> None:
 def main(model_path: str, directory: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to("cuda")
     claim(directory)
-    manifest = BaseManifest("first", "tiny", writable=False, storages=[], tensors=[])
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name, weight in parameters.items():
-        offset = weight.storage_offset() * weight.element_size()
-        storage = len(manifest.storages)
-        manifest.tensors.append(SharedTensor(name, "float32", tuple(weight.shape), weight.stride(), storage, offset))
-        manifest.storages.append(share_cuda(weight))
-    manifest.write(directory)
+    Places().manifest(model, "tiny", writable=False).write(directory)
     say("lent")
     for _ in sys.stdin:
-        say(sum(float(weight.double().sum()) for weight in parameters.values()))
+        say(sum(float(weight.double().sum()) for _, weight in hugging_face_views(model)))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class LendingLoader(BaseModelLoader):
         self._directory, self._model_name = Path(extra["directory"]), extra["model_name"]
         self._writable: bool = extra["writable"]
         self._files = DefaultModelLoader(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
-        self._places: _Places
+        self._places: Places
 
     def download_model(self, model_config: ModelConfig) -> None:
         self._files.download_model(model_config)
@@ -95,7 +95,7 @@ class LendingLoader(BaseModelLoader):
         # The lock is held until this process ends, in whatever way.
         claim(self._directory)
         if next(model.parameters()).is_cuda:
-            self._places = _Places()
+            self._places = Places()
         else:
             self._places = _place_in_segment(model, self._directory)
         self._files.load_weights(model, model_config)
@@ -107,7 +107,7 @@ class LendingLoader(BaseModelLoader):
 
 
 @dataclass(slots=True)
-class _Places:
+class Places:
     """Memory locations of the weights."""
 
     generation: str = field(default_factory=lambda: uuid4().hex)
@@ -199,9 +199,9 @@ def write_model(model: nn.Module, directory: Path) -> None:
                 views[name].copy_(file.get_tensor(name))
 
 
-def _place_in_segment(model: nn.Module, directory: Path) -> _Places:
+def _place_in_segment(model: nn.Module, directory: Path) -> Places:
     """Move every parameter into a new shared memory segment, keeping its values."""
-    places, parameters = _Places(), list(model.parameters())
+    places, parameters = Places(), list(model.parameters())
     size = sum(_aligned(parameter) for parameter in parameters)
     path = directory / f"{SEGMENT}{places.generation}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
