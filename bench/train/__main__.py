@@ -26,11 +26,12 @@ from make_model import default_directory, make_model
 from numpy.typing import NDArray
 
 from bench.budgets import budget
-from bench.train.batches import Model, draw_batch, load_model, make_random_model, save_batch
+from bench.device import add_device_option
+from bench.random_models import make_random_model
+from bench.train.batches import Model, draw_batch, load_model, save_batch
 from bench.train.cases import CASES, FOR_DEVICE, Case
 from bench.train.ours import Trainer, TrainerOptions, start_trainer
 from bench.train.report import OURS, Figures, report
-from paceline.machine import count_gpus
 from paceline.types import Datum
 
 TRL = Path(sys.prefix) / "trl"
@@ -241,9 +242,7 @@ def main() -> None:
     parser.add_argument("--datums", type=int, help="sequences in a batch")
     parser.add_argument("--models", nargs="+", choices=CASES, help="by default those for the device")
     parser.add_argument("--arms", nargs="*", help="beside ours; by default those of the model")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one"
-    )
+    add_device_option(parser)
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="where every arm works")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu where others use the machine too")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="more settings of the trainer")
@@ -252,8 +251,6 @@ def main() -> None:
     )
     parser.add_argument("--skip-checks", action="store_true", help="measure times alone")
     options = parser.parse_args()
-    if options.device == "auto":
-        options.device = "cuda" if count_gpus() else "cpu"
     for name in options.models or FOR_DEVICE[options.device]:
         with TemporaryDirectory() as directory:
             run(name, options, Path(directory))

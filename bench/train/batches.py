@@ -1,4 +1,4 @@
-"""Ragged RL batches and the models of `python -m bench.train`."""
+"""Ragged RL batches, and how the models of `python -m bench.train` are described."""
 
 from __future__ import annotations
 
@@ -32,42 +32,6 @@ def load_model(name: str, path: Path) -> Model:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
     return Model(name, str(path), sum(p.numel() for p in model.parameters()), model.config.vocab_size)
-
-
-def make_random_model(name: str, directory: Path) -> Path:
-    """Write a model of a known shape with random weights: qwen2.5-0.5b, or llama-8b (Llama 3.1's)."""
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config  # noqa: PLC0415
-
-    shapes = {
-        "qwen2.5-0.5b": Qwen2Config(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            max_position_embeddings=32768,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            tie_word_embeddings=True,
-        ),
-        "llama-8b": LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-            tie_word_embeddings=False,
-        ),
-    }
-    torch.manual_seed(0)
-    with torch.device("cuda" if name == "llama-8b" and torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(shapes[name], dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    model.save_pretrained(directory)
-    return directory
 
 
 def draw_batch(size: int, vocab_size: int, seed: int) -> list[Datum]:

@@ -23,7 +23,7 @@ import torch
 from make_model import default_directory, make_model
 
 from bench.budgets import budget
-from bench.train.batches import make_random_model
+from bench.random_models import make_random_model
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.microbatch.job import Batch
 from trainer_service.engine.microbatch.scheduler import Scheduler
