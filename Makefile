@@ -66,7 +66,7 @@ bench-runs: proto ## Time eight runs in joint passes, one after the other, and a
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.train.runs
 
 bench-publish: proto ## Time publishing beside PEFT and vLLM's own HTTP server, under load
-	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.publish
+	@$(RUN)/python -m bench.publish
 
 bench-http: proto ## Time Tinker's SDK over HTTP beside the gRPC client, and heartbeats under load
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.http

@@ -1,11 +1,12 @@
 """Measure how long publishing takes, from the optimizer step's reply, while the sampler decodes 8 streams.
 
     make bench-publish        python -m bench.publish [--rounds 5] [--publishes 4] [--arms stream collective]
+                              [--device cuda] [--model llama-3b] [--rank 32]
 
 Our arms: the trainer and the sampler service, with the bridges `stream`, `volume`, `collective` and `shared`. The other
 arm does what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own server.
-Two figures each: until the version is active (acknowledged) and until its first token has arrived. The model is the
-embedded one in float32, the default on a CPU; the adapter has rank 32 on every linear module: 39 MB.
+Two figures each: until the version is active (acknowledged) and until its first token has arrived. On a CPU the model
+is the embedded one in float32; the adapter has rank 32 on every linear module: 39 MB.
 
 Two more arms publish whole models of a full-parameter run, once a round: `in place` broadcasts them (bridge
 `collective`) and writes them over vLLM's weights, `restart` rebuilds the engine. Streams in progress end first, so the
@@ -14,6 +15,10 @@ figures of these arms include the rest of a stream, as the wait for the step. Th
 Trainers and this process run on the first core, samplers on the last. All are started first; then the arms take turns,
 a round at a time: only the arm that is measured has streams, the others sleep. Each takes 3 to 5 GB; use `--arms` to
 run fewer.
+
+On a GPU the model is random, in bfloat16, of Llama 3.1 8B's shape: the adapter has 168 MB. All arms share one GPU, by
+default `stream` and the other arm. Each takes twice the weights and 12 GB, too much for 80 GB: use --model llama-3b
+there. The limits of milliseconds are those of a CPU and its adapter.
 """
 
 from __future__ import annotations
@@ -31,12 +36,13 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
-from make_model import default_directory, make_model
 
 from bench.budgets import budget, p99
+from bench.device import Device, add_device_options
 from bench.publish.ours import ADAPTER_WAYS, MODEL_WAYS, Ours
 from bench.publish.stock import Stock
-from bench.publish.times import Times
+from bench.publish.times import RANK, Place, Times
+from bench.random_models import SHAPES, find_model
 
 OTHER = "PEFT, HTTP"
 STREAMS = 8
@@ -118,8 +124,8 @@ def memcpy_milliseconds(size: int, core: int, rounds: int = 15) -> float:
     return 1e3 * float(np.median(seconds))
 
 
-def report(figures: Mapping[str, Figures], sizes: Mapping[str, int], memcpy: float) -> None:
-    """Print the table and the budgets."""
+def report(figures: Mapping[str, Figures], sizes: Mapping[str, int], memcpy: float | None) -> None:
+    """Print the table and the budgets; without the time of a memcpy those alone that hold on every device."""
     adapters = {arm: one for arm, one in figures.items() if arm not in MODEL_WAYS}
     for arm, size in sizes.items():
         print(f"{arm}: versions of {size / 1e6:.1f} MB")
@@ -132,14 +138,19 @@ def report(figures: Mapping[str, Figures], sizes: Mapping[str, int], memcpy: flo
               f"{np.median(own):11.1f}{p99(own):8.1f}{np.median(first):11.1f}{p99(first):8.1f}"
               f"{np.median(one.of('step_wait')):11.1f}{np.median(one.of('apply')):9.1f}"
               f"{np.median(one.of('staged')):8.1f}")  # fmt: skip
-    if adapters:
+    if OTHER in figures:
+        print(f"vLLM's load alone, p50: {np.median(figures[OTHER].of('apply')):.1f} ms")
+    if adapters and memcpy is not None:
         print(f"memcpy of an adapter's bytes: {memcpy:.2f} ms")
-    for arm in adapters.keys() - {OTHER}:
+    for arm in (arm for arm in adapters if arm != OTHER):
         one, own = figures[arm], figures[arm].of("active") - figures[arm].of("step_wait")
+        print(f"{arm} apply, p50: {np.median(one.of('apply')):.1f} ms")
         if OTHER in figures:
             other = figures[OTHER]
             budget(f"{arm} active, times faster", ratio(other, one, "active"), ACTIVE_FASTER)
             budget(f"{arm} first token, times faster", ratio(other, one, "first"), FIRST_FASTER)
+        if memcpy is None:
+            continue
         budget(f"{arm} active less step wait, p50 ms", float(np.median(own)), P50_MILLISECONDS, at_most=True)
         budget(f"{arm} active less step wait, p99 ms", p99(own), P99_MILLISECONDS, at_most=True)
         apply = float(np.median(one.of("apply"))) / memcpy
@@ -152,22 +163,20 @@ def ratio(other: Figures, ours: Figures, name: str) -> float:
 
 
 async def measure(
-    arms: Sequence[str], rounds: int, publishes: int, apply: str
+    arms: Sequence[str], place: Place, scratch: Path, rounds: int, publishes: int, apply: str
 ) -> tuple[dict[str, Figures], dict[str, int]]:
     """Start every arm, then alternate them; the first round warms up. Return the figures and the sizes of versions."""
-    model, cores = make_model(default_directory()), sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[0]})
     async with AsyncExitStack() as stack:
-        scratch = Path(stack.enter_context(TemporaryDirectory()))
         started: dict[str, Arm] = {}
         for number, arm in enumerate(arms):
             address = f"127.0.0.1:{50500 + 10 * number}"
             if arm == OTHER:
-                started[arm] = await stack.enter_async_context(Stock.start(model, scratch / "stock", address, cores))
+                started[arm] = await stack.enter_async_context(Stock.start(place, scratch / "stock", address))
             else:
                 way = (ADAPTER_WAYS | MODEL_WAYS)[arm]
-                ours = Ours.start(model, scratch / arm.replace(" ", "-"), address, cores, way=way, apply=apply)
+                ours = Ours.start(place, scratch / arm.replace(" ", "-"), address, way=way, apply=apply)
                 started[arm] = await stack.enter_async_context(ours)
+            print(f"{arm} is up", flush=True)
         figures = {arm: Figures() for arm in arms}
         for number in range(rounds + 1):
             for arm in arms:
@@ -184,16 +193,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--publishes", type=int, default=4, help="in each arm's turn")
     every = [*ADAPTER_WAYS, OTHER, *MODEL_WAYS]
-    parser.add_argument("--arms", nargs="+", default=every, choices=every)
+    parser.add_argument("--arms", nargs="+", choices=every, help="by default all on a CPU, two on a GPU")
     parser.add_argument(
         "--apply", default="direct", choices=["direct", "stock"], help="how our sampler loads a version"
     )
+    add_device_options(parser)
+    parser.add_argument("--model", help=f"a directory, or one of {', '.join(SHAPES)}, with random weights")
+    parser.add_argument("--rank", type=int, default=RANK, help="of the adapter")
     options = parser.parse_args()
-    core = max(os.sched_getaffinity(0))
-    with suppress(KeyboardInterrupt):
-        figures, sizes = asyncio.run(measure(options.arms, options.rounds, options.publishes, options.apply))
+    cores = sorted(os.sched_getaffinity(0))
+    device = Device.chosen(options, cores)
+    arms = options.arms or (["stream", OTHER] if device.is_gpu else every)
+    with suppress(KeyboardInterrupt), TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        model = find_model(options.model or ("llama-8b" if device.is_gpu else "embedded"), scratch)
+        device.pin(cores[0])
+        place = Place(model, options.rank, device)
+        figures, sizes = asyncio.run(measure(arms, place, scratch, options.rounds, options.publishes, options.apply))
         adapter = next((size for arm, size in sizes.items() if arm in ADAPTER_WAYS), 1)
-        report(figures, sizes, memcpy_milliseconds(adapter, core))
+        report(figures, sizes, None if device.is_gpu else memcpy_milliseconds(adapter, cores[-1]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,7 +17,8 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
-from bench.publish.times import LEARNING_RATE, PROMPT, RANK, STREAM_TOKENS, Times, running
+from bench.device import as_variables
+from bench.publish.times import LEARNING_RATE, PROMPT, RANK, STREAM_TOKENS, Place, Times, running
 from paceline import codec
 from paceline.layout import MODEL_FILE, WEIGHTS_FILE
 from paceline.rpc.channel import open_channel
@@ -28,7 +30,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import AdamParams, Datum, LoraConfig
 from paceline.types.v1 import model_pb2, sampling_pb2
-from paceline.up.plan import UpOptions, make_plans, read_or_make_key
+from paceline.up.plan import Plan, UpOptions, make_plans, read_or_make_key
 
 TENANT = "bench"
 _GROUP_SECONDS = 300.0
@@ -59,26 +61,36 @@ async def services(
 ) -> AsyncIterator[tuple[grpc.aio.Channel, grpc.aio.Channel]]:
     """Run a trainer on the first core and a sampler on the last; yield the channels to them.
 
-    Each of `settings` is passed to the service whose prefix it has.
+    Each of `settings` is passed to the service whose prefix it has. Empty `cores` mean a GPU: both use all cores, and
+    the trainer starts when the sampler is ready, because vLLM measures the GPU's free memory while it starts.
     """
     read_or_make_key(state)
+    trainer, sampler, _ = make_plans(options, state)
+    channels = {}
     async with AsyncExitStack() as stack:
-        channels, started = [], []
-        for plan in make_plans(options, state)[:2]:
+        started: list[tuple[Plan, Path, subprocess.Popen[bytes]]] = []
+
+        async def wait() -> None:
+            for plan, log, process in started:
+                over = lambda process=process: process.poll() is not None  # noqa: E731
+                if not await asyncio.to_thread(wait_until_serving, plan.health, plan.service, over):
+                    raise SystemExit(log.read_text(errors="replace")[-20000:])
+
+        for plan in (sampler, trainer):
             prefix = f"PACELINE_{plan.name.upper()}_"
             own = {name: value for name, value in settings.items() if name.startswith(prefix)}
-            environment = {**plan.environment, **own, "OMP_NUM_THREADS": "1"}
+            environment = {**plan.environment, **own, **({"OMP_NUM_THREADS": "1"} if cores else {})}
             if base_dir := environment.get(f"{prefix}BASE_DIR"):
                 stack.callback(shutil.rmtree, base_dir, ignore_errors=True)
-            core = {cores[0] if plan.name == "trainer" else cores[-1]}
+            core = {cores[0 if plan is trainer else -1]} if cores else set()
             command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
             process = stack.enter_context(running(command, core, environment, log))
-            started.append((plan, log, lambda process=process: process.poll() is not None))
-            channels.append(await stack.enter_async_context(open_channel(environment[f"{prefix}LISTEN"])))
-        for plan, log, over in started:
-            if not await asyncio.to_thread(wait_until_serving, plan.health, plan.service, over):
-                raise SystemExit(log.read_text(errors="replace")[-4000:])
-        yield channels[0], channels[1]
+            started.append((plan, log, process))
+            channels[plan.name] = await stack.enter_async_context(open_channel(environment[f"{prefix}LISTEN"]))
+            if not cores:
+                await wait()
+        await wait()
+        yield channels["trainer"], channels["sampler"]
 
 
 class Ours:
@@ -94,17 +106,18 @@ class Ours:
 
     @classmethod
     @asynccontextmanager
-    async def start(
-        cls, model: Path, state: Path, address: str, cores: Sequence[int], *, way: Way, apply: str
-    ) -> AsyncIterator[Self]:
+    async def start(cls, place: Place, state: Path, address: str, *, way: Way, apply: str) -> AsyncIterator[Self]:
         """Run the services and publish one version."""
-        options = UpOptions(str(model), address=address, bridge=way.bridge, dtype="float32", max_lora_rank=RANK)
-        settings = {"PACELINE_SAMPLER_APPLY": apply, "PACELINE_SAMPLER_SERVES": way.serves}
-        async with services(options, state, cores, **settings) as (trainer, sampler):
+        options = UpOptions(
+            str(place.model), address=address, bridge=way.bridge, dtype=place.dtype, max_lora_rank=place.rank
+        )
+        sampling = {**place.engine_settings, "apply": apply, "serves": way.serves}
+        settings = as_variables("PACELINE_SAMPLER", sampling) | {"PACELINE_TRAINER_DEVICE": place.device.kind}
+        async with services(options, state, place.device.cores, **settings) as (trainer, sampler):
             if way.bridge == "collective":
                 await asyncio.to_thread(_wait_for_group, state / "trainer.log")
             ours = cls(trainer, sampler, state, way)
-            await ours.create()
+            await ours.create(place.rank)
             yield ours
 
     @property

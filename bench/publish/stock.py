@@ -1,6 +1,6 @@
 """The other arm of `python -m bench.publish`: PEFT saves to disk, vLLM's OpenAI server loads the adapter over HTTP.
 
-    python -m bench.publish.stock MODEL DIRECTORY
+    python -m bench.publish.stock MODEL RANK cpu|cuda
 
 runs the trainer: for each input line it takes an optimizer step, saves the adapter, and answers when that is done.
 """
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,17 @@ from typing import Any, Self
 
 import aiohttp
 
-from bench.publish.times import LEARNING_RATE, PROMPT, RANK, STREAM_TOKENS, Times, running
+from bench.device import as_flags, vllm_variables
+from bench.publish.times import (
+    CPU_SERVER_SETTINGS,
+    LEARNING_RATE,
+    PROMPT,
+    RANK,
+    STREAM_TOKENS,
+    Place,
+    Times,
+    running,
+)
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _START_SECONDS = 600.0
@@ -37,18 +47,22 @@ class Stock:
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, model: Path, scratch: Path, address: str, cores: Sequence[int]) -> AsyncIterator[Self]:
+    async def start(cls, place: Place, scratch: Path, address: str) -> AsyncIterator[Self]:
         """Run the server and the trainer, and load one version."""
         await asyncio.to_thread(scratch.mkdir)
         async with AsyncExitStack() as stack:
-            log, environment = scratch / "server.log", server_environment()
-            server = stack.enter_context(running(server_command(model, address), {cores[-1]}, environment, log))
+            cores, log = place.device.cores, scratch / "server.log"
+            environment = server_environment(threads=1 if cores else 0)
+            serve = server_command(place.model, address, place.dtype, place.rank, place.server_settings)
+            server = stack.enter_context(running(serve, set(cores[-1:]), environment, log))
             session = await stack.enter_async_context(aiohttp.ClientSession(f"http://{address}"))
             await wait_until_ready(session, server.poll, log)
-            command = (sys.executable, "-m", "bench.publish.stock", str(model), str(scratch))
+            arguments = (str(place.model), str(place.rank), place.device.kind)
+            command = (sys.executable, "-m", "bench.publish.stock", *arguments)
             trainer = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
             stack.callback(trainer.kill)
-            os.sched_setaffinity(trainer.pid, {cores[0]})
+            if cores:
+                os.sched_setaffinity(trainer.pid, {cores[0]})
             stock = cls(trainer, session, scratch)
             await stock.publish()
             yield stock
@@ -61,11 +75,13 @@ class Stock:
         name = f"version-{next(self._numbers)}"
         directory = self._scratch / name
         start = float(await self._step(directory))
+        saved = time.perf_counter()
         await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
         active = time.perf_counter()
         self._version = name
         await anext(self._sample(1))
-        return Times(1e3 * (active - start), 1e3 * (time.perf_counter() - start))
+        first = time.perf_counter()
+        return Times(1e3 * (active - start), 1e3 * (first - start), apply=1e3 * (active - saved))
 
     async def _step(self, directory: Path) -> str:
         """Return the time when the optimizer step was done, on the clock that all processes share; the save follows."""
@@ -91,28 +107,26 @@ class Stock:
                 raise SystemExit(f"{path}: {await answer.text()}")
 
 
-def server_command(model: Path, address: str, dtype: str = "float32") -> list[str]:
+def server_command(
+    model: Path,
+    address: str,
+    dtype: str = "float32",
+    rank: int = RANK,
+    settings: Mapping[str, object] = CPU_SERVER_SETTINGS,
+) -> list[str]:
     """Return the command that starts vLLM's server."""
     host, _, port = address.rpartition(":")
     options = {
-        "model": str(model), "host": host, "port": port, "dtype": dtype, "max-loras": "4", "max-cpu-loras": "16",
-        "max-lora-rank": str(RANK), "max-num-seqs": "64", "block-size": "32",
+        "model": model, "host": host, "port": port, "dtype": dtype, "enable_lora": True, "max_loras": 4,
+        "max_cpu_loras": 16, "max_lora_rank": rank, "max_num_seqs": 64, **settings,
     }  # fmt: skip
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-lora", *flags]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(options)]
 
 
-def server_environment() -> dict[str, str]:
-    """Return the server's environment."""
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # With adapters vLLM runs eagerly on a CPU but still compiles parts, which our arm does not compile either.
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+def server_environment(threads: int = 1) -> dict[str, str]:
+    """Return the server's environment: with some threads on a CPU, or, with 0, on a GPU."""
+    more = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    return {**os.environ, **vllm_variables(threads), **more}
 
 
 async def wait_until_ready(session: aiohttp.ClientSession, poll: Any, log: Path) -> None:
@@ -125,28 +139,33 @@ async def wait_until_ready(session: aiohttp.ClientSession, poll: Any, log: Path)
                     return
         except aiohttp.ClientConnectionError:
             await asyncio.sleep(0.5)
-    raise SystemExit(f"vLLM's server did not start; see {log}")
+    text = await asyncio.to_thread(log.read_text, errors="replace")
+    raise SystemExit(f"vLLM's server did not start: {text[-20000:]}")
 
 
-def train(model_path: str) -> None:
+def train(model_path: str, rank: int, device: str) -> None:
     """Step and save for every line until the input ends."""
     import torch  # noqa: PLC0415
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    base.to(device)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    ids = torch.tensor([PROMPT])
+    ids = torch.tensor([PROMPT], device=device)
     for line in sys.stdin:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
         start = time.perf_counter()
         model.save_pretrained(line.strip())
         print(json.dumps(start), flush=True)
 
 
 if __name__ == "__main__":
-    train(sys.argv[1])
+    train(sys.argv[1], int(sys.argv[2]), sys.argv[3])
