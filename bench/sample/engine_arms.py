@@ -1,10 +1,10 @@
 """The arms of `python -m bench.sample` that call vLLM in their own process.
 
-    python -m bench.sample.engine_arms KIND MODEL DTYPE ADAPTER
+    python -m bench.sample.engine_arms KIND MODEL DTYPE ADAPTER SETTINGS
 
 KIND is "as served" (the sampler service's own arguments), "stock operators" (the same with vLLM's LoRA operators) or
 "no adapters" (the same without LoRA). Prints `{}` once the engine is up, then reads one JSON load per line and answers
-each with a timing. ADAPTER is a PEFT directory, or empty.
+each with a timing. ADAPTER is a PEFT directory, or empty; SETTINGS are more settings of the engine, as JSON.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import uvloop
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from bench.sample.load import KV_CACHE_GIB, MAX_MODEL_LEN, MAX_NUM_SEQS, RANK, Load, run_load
@@ -33,7 +34,7 @@ from sampler_service.engine.vllm.params import lora_request, prompt_input, sampl
 KINDS = ("as served", "stock operators", "no adapters")
 
 
-def engine_args(kind: str, model: Path, dtype: Dtype) -> AsyncEngineArgs:
+def engine_args(kind: str, model: Path, dtype: Dtype, settings: dict[str, Any]) -> AsyncEngineArgs:
     """Return the sampler service's arguments for vLLM, without what the kind leaves out."""
     options = EngineOptions(
         model_path=model,
@@ -43,13 +44,15 @@ def engine_args(kind: str, model: Path, dtype: Dtype) -> AsyncEngineArgs:
         max_lora_rank=RANK,
         max_num_seqs=MAX_NUM_SEQS,
         kv_cache_gib=KV_CACHE_GIB,
+        **settings,
     )
     args = vllm_engine.engine_args(options)
     if kind != "as served":
         args.worker_cls = "auto"
     if kind == "no adapters":
-        # vLLM runs eagerly with adapters; do so here too, so that the kinds differ only in the adapters.
-        args.enable_lora, args.enforce_eager = False, True
+        args.enable_lora = False
+        # On a CPU vLLM runs eagerly with adapters; do so here too, so that the kinds differ only in the adapters.
+        args.enforce_eager = args.enforce_eager or current_platform.is_cpu()
     return args
 
 
@@ -74,9 +77,9 @@ class Engine:
         return asdict(await run_load(load, open_stream))
 
 
-async def serve(kind: str, model: Path, dtype: Dtype, directory: str, answers: TextIO) -> None:
+async def serve(args: AsyncEngineArgs, directory: str, answers: TextIO) -> None:
     """Answer loads until the input ends."""
-    llm = AsyncLLM.from_engine_args(engine_args(kind, model, dtype))
+    llm = AsyncLLM.from_engine_args(args)
     adapter = Adapter(1, "bench", Path(directory)) if directory else None
     if adapter:
         await llm.add_lora(lora_request(adapter))
@@ -87,15 +90,16 @@ async def serve(kind: str, model: Path, dtype: Dtype, directory: str, answers: T
     llm.shutdown()
 
 
-def main(kind: str, model: str, dtype: Dtype, adapter: str) -> None:
+def main(kind: str, model: str, dtype: str, adapter: str, settings: str) -> None:
     """Run one arm."""
     if kind not in KINDS:
         raise SystemExit(f"unknown kind {kind!r}; choose one of {KINDS}")
     # vLLM prints to standard output too: redirect that to standard error, and keep the original for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    uvloop.run(serve(kind, Path(model), dtype, adapter, answers))
+    args = engine_args(kind, Path(model), cast("Dtype", dtype), json.loads(settings))
+    uvloop.run(serve(args, adapter, answers))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], cast("Dtype", sys.argv[3]), sys.argv[4])
+    main(*sys.argv[1:])

@@ -34,6 +34,7 @@ from make_model import default_directory, make_model
 from support.models.tiny_models import make_tiny_llama
 
 from bench.budgets import budget
+from bench.device import Device
 from bench.sample.servers import Place, serve_rpc
 from paceline.codec import tensor_to_proto
 from paceline.errors import Overloaded
@@ -156,7 +157,7 @@ def main() -> None:
     with TemporaryDirectory() as scratch, suppress(KeyboardInterrupt):
         for name in options.models:
             model = make_tiny_llama(Path(scratch) / name) if name == "tiny" else make_model(default_directory())
-            place = Place(model, "auto", cores[-1:])
+            place = Place(model, "auto", Device("cpu", cores[-1:]))
             report(name, asyncio.run(measure(place, options.rounds, options.seconds)))
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import aiohttp
 import numpy as np
 from support.ports import free_port
 
+from bench.device import MAX_BATCHED_TOKENS, Device, as_flags, as_variables, vllm_variables
 from bench.sample.load import BLOCK_SIZE, KV_CACHE_GIB, MAX_MODEL_LEN, MAX_NUM_SEQS, RANK, Load, Timing, run_load
 from paceline.codec import tensor_to_proto
 from paceline.rpc.channel import open_channel
@@ -32,32 +33,35 @@ TOKENS_AND_LOGPROBS = {"return_token_ids": True, "logprobs": 0}
 
 @dataclass(frozen=True)
 class Place:
-    """An arm's model, dtype and cores."""
+    """An arm's model, dtype and device."""
 
     model: Path
     dtype: str
-    cores: Sequence[int]
+    device: Device
+
+    @property
+    def engine_settings(self) -> dict[str, object]:
+        """The settings of vLLM that the device requires."""
+        return self.device.engine_settings(self.model)
 
     @asynccontextmanager
     async def process(
         self, *command: str, settings: Mapping[str, str] | None = None, stdout: int = DEVNULL, stderr: int | None = None
     ) -> AsyncIterator[Process]:
-        """Run a Python command on the cores until the block ends; None means this process's standard error."""
+        """Run a Python command on the device until the block ends; None means this process's standard error."""
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": str(len(self.cores)),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
+            **vllm_variables(len(self.device.cores)),
             "VLLM_LOGGING_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "TORCH_COMPILE_DISABLE": "1",
             **(settings or {}),
         }
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, env=environment, stdin=PIPE, stdout=stdout, stderr=stderr
         )
-        os.sched_setaffinity(process.pid, self.cores)
+        if self.device.cores:
+            os.sched_setaffinity(process.pid, self.device.cores)
         try:
             yield process
         finally:
@@ -134,12 +138,12 @@ async def serve_rpc(place: Place, stderr: int | None = None, **more: str) -> Asy
     """Run the sampler service with `more` settings. No trainer runs, so it serves the base model."""
     listen, health, trainer = (f"127.0.0.1:{free_port()}" for _ in range(3))
     settings = {
-        "model": str(place.model), "model_name": "bench", "dtype": place.dtype, "listen": listen,
-        "health_listen": health, "trainer": trainer, "insecure": "true", "log_level": "ERROR",
-        "max_model_len": str(MAX_MODEL_LEN), "max_num_seqs": str(MAX_NUM_SEQS), "max_lora_rank": str(RANK),
-        "kv_cache_gib": str(KV_CACHE_GIB), **more,
+        "model": place.model, "model_name": "bench", "dtype": place.dtype, "listen": listen, "health_listen": health,
+        "trainer": trainer, "insecure": True, "log_level": "ERROR", "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS, "max_lora_rank": RANK, "kv_cache_gib": KV_CACHE_GIB, **place.engine_settings,
+        **more,
     }  # fmt: skip
-    variables = {f"PACELINE_SAMPLER_{name.upper()}": value for name, value in settings.items()}
+    variables = as_variables("PACELINE_SAMPLER", settings)
     async with place.process("-m", "sampler_service", settings=variables, stderr=stderr) as process:
         if not await asyncio.to_thread(wait_until_serving, health, _SERVICE, lambda: process.returncode is not None):
             raise RuntimeError("the sampler did not start")
@@ -151,17 +155,20 @@ async def serve_rpc(place: Place, stderr: int | None = None, **more: str) -> Asy
 async def serve_sse(place: Place) -> AsyncIterator[tuple[SseArm, SseArm]]:
     """Run vLLM's server with the service's engine settings; yield an arm for text alone and one for what ours sends."""
     port = free_port()
-    flags = {
-        "model": place.model, "served-model-name": "bench", "dtype": place.dtype, "host": "127.0.0.1", "port": port,
-        "max-model-len": MAX_MODEL_LEN, "max-num-seqs": MAX_NUM_SEQS, "block-size": BLOCK_SIZE,
-        "kv-cache-memory-bytes": KV_CACHE_GIB * 2**30, "logprobs-mode": "processed_logprobs",
-        "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-        "uvicorn-log-level": "warning",
+    if place.device.is_gpu:
+        more = {**place.engine_settings, "max_num_batched_tokens": MAX_BATCHED_TOKENS}
+    else:
+        more = {
+            "enforce_eager": True, "block_size": BLOCK_SIZE, "kv_cache_memory_bytes": KV_CACHE_GIB * 2**30,
+            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        }  # fmt: skip
+    settings = {
+        "model": place.model, "served_model_name": "bench", "dtype": place.dtype, "host": "127.0.0.1", "port": port,
+        "max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "logprobs_mode": "processed_logprobs",
+        "uvicorn_log_level": "warning", "disable_uvicorn_access_log": True, "disable_log_stats": True, **more,
     }  # fmt: skip
-    command = [f"--{name}={value}" for name, value in flags.items()]
-    quiet = ("--enforce-eager", "--disable-uvicorn-access-log", "--disable-log-stats")
     async with (
-        place.process("-m", "vllm.entrypoints.openai.api_server", *command, *quiet) as process,
+        place.process("-m", "vllm.entrypoints.openai.api_server", *as_flags(settings)) as process,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()) as session,
     ):
         url = f"http://127.0.0.1:{port}"
@@ -179,7 +186,8 @@ async def serve_sse(place: Place) -> AsyncIterator[tuple[SseArm, SseArm]]:
 @asynccontextmanager
 async def start_engine(place: Place, kind: str, adapter: Path | None = None) -> AsyncIterator[EngineArm]:
     """Run vLLM in process, as one of the kinds of engine_arms.py."""
-    command = ("-m", "bench.sample.engine_arms", kind, str(place.model), place.dtype, str(adapter or ""))
+    settings = json.dumps(place.engine_settings)
+    command = ("-m", "bench.sample.engine_arms", kind, str(place.model), place.dtype, str(adapter or ""), settings)
     async with place.process(*command, stdout=PIPE) as process:
         assert process.stdin is not None
         arm = EngineArm(process)
