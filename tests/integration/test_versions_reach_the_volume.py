@@ -650,6 +650,29 @@ async def test_what_does_not_come_back_is_denied_at_once(trainer):
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("is_removed", [True, False])
+async def test_a_version_that_could_not_be_read_comes_back_when_its_run_is_restored_again(
+    trainer, monkeypatch, is_removed
+):
+    run, publisher = trainer.run, trainer.publisher
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"), pytest.raises(errors.DiskFull):
+        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    crash(trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.publisher.weights.seal", unreadable)
+        if not is_removed:  # as with too many open files, which keeps a folder from being listed too
+            patch.setattr("trainer_service.publish.publisher.shutil.rmtree", lambda *_, **__: None)
+        with pytest.raises(OSError, match="Input/output error"):
+            await publisher.recreate(run, 1, 1, "")
+    assert (publisher._staging / run.run_id / "1").exists() is not is_removed
+    await publisher.recreate(run, 1, 1, "")
+    publisher.all_returned(run)
+    assert publisher.find(run, 1)
+    await publisher.settled(run.run_id)
+    assert (trainer.commander.version / layout.WEIGHTS_FILE).exists()
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_version_that_comes_back_is_not_denied_meanwhile_although_a_newer_one_is_on_the_volume(
     trainer, monkeypatch
 ):

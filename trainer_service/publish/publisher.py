@@ -162,7 +162,7 @@ class Publisher:
 
         The run's weights are the same as then; `sha256` is the version's original checksum, empty if unknown.
         """
-        exists = self._staged(run.run_id, version).exists() or self._final(run.run_id, version).exists()
+        exists = self._staged(run.run_id, version) in self._manifests or self._final(run.run_id, version).exists()
         if exists or not self._is_recent(run.run_id, version):
             return
         try:
@@ -301,12 +301,13 @@ class Publisher:
         """Create a version's files and manifest; samplers are notified of a new adapter before its checksums exist.
 
         `original` is the checksum that a recreated version must have, empty if unknown. Raises _DiffersError if it has
-        another; nothing is left then.
+        another. Nothing is left if this fails, or what is left is replaced by the next attempt.
         """
         await self._reserve(run, version)
         model, step = ServedModel(run.base_model, run.run_id, version), run.step
         directory, whole = self._directory(run, version), _is_whole(run)
-        async with layout.new_directory_async(directory, overwrite=whole, durable=whole) as staging:
+        overwrite = whole or directory not in self._manifests  # without a manifest it is what a failure left
+        async with layout.new_directory_async(directory, overwrite=overwrite, durable=whole) as staging:
             # A recreated version may differ from the original: its checksum, not yet known, decides whether it is used.
             published = PublishedAs(run.run_id, version, run.tenant) if original is None else None
             with nullcontext() if whole else _naming_staging_dir():
@@ -329,11 +330,11 @@ class Publisher:
                 staged_path = str(directory / layout.WEIGHTS_FILE)
                 self._hub.notify_staged(pb.Staged(manifest=draft, staged_path=staged_path))
             # The manifest is written to a file when the version is copied to the volume; nobody reads it before that.
-            manifest = await asyncio.to_thread(weights.seal, directory, draft)
             try:
+                manifest = await asyncio.to_thread(weights.seal, directory, draft)
                 _check_original(manifest, original)
-            except _DiffersError:
-                await asyncio.to_thread(shutil.rmtree, directory)
+            except BaseException:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
                 raise
             self._manifests[directory] = manifest
         return manifest, directory
