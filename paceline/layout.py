@@ -279,11 +279,16 @@ def quarantine(path: Path) -> Path:
 def find_quarantined(folder: Path) -> list[str]:
     """Return the paths, relative to a run's folder, of what was set aside in it and in its subfolders.
 
-    Checkpoint folders are skipped: checkpoints are never set aside, and users choose their names.
+    Checkpoint folders are skipped: checkpoints are never set aside, and users choose their names. So is a subfolder
+    that cannot be listed. Raises OSError if the run's folder cannot.
     """
     checkpoints = {kind.folder for kind in CheckpointKind}
-    folders = [folder, *(path for path in entries(folder) if path.is_dir() and path.name not in checkpoints)]
-    return sorted(str(path.relative_to(folder)) for each in folders for path in entries(each, "*.damaged-*"))
+    found = entries(folder, "*.damaged-*")
+    for part in entries(folder):
+        if part.name not in checkpoints:
+            with suppress(OSError):
+                found += entries(part, "*.damaged-*")
+    return sorted(str(path.relative_to(folder)) for path in found)
 
 
 def make_folder(folder: Path) -> None:

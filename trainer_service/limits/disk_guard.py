@@ -151,10 +151,12 @@ NO_GUARD = DiskGuard()
 
 
 def _parts(folder: Path) -> Iterator[Path]:
-    """Yield the counted parts of a run's folder: the contents of its subfolders."""
+    """Yield the counted parts of a run's folder: the contents of its subfolders, as far as they can be listed."""
     for part in folder.iterdir() if folder.exists() else ():
-        if part.is_dir():
-            yield from (path for path in part.iterdir() if not path.name.startswith("."))
+        try:
+            yield from layout.entries(part, "[!.]*")
+        except OSError as error:
+            _log.error("bytes cannot be counted; counting none", folder=str(part), error=str(error))
 
 
 def size_of(path: Path) -> int:

@@ -258,7 +258,13 @@ def _stopping() -> errors.ShuttingDown:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the staging directories and files that a crash left in a run's folder."""
-    children = [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
-    for part in (folder, *children):
-        layout.sweep(part)
+    """Remove the staging directories and files that a crash left in a run's folder.
+
+    A part for which this fails is left to the next start. Whether the run can be served depends on its journal and its
+    snapshots, which were read before.
+    """
+    for part in (folder, *layout.entries(folder, "[!.]*")):
+        try:
+            layout.sweep(part)
+        except OSError as error:
+            _log.error("what a crash may have left is not removed", folder=str(part), error=str(error))

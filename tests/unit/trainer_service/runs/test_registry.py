@@ -519,3 +519,31 @@ async def test_a_run_whose_journal_cannot_be_listed_is_not_taken_for_one_without
     async with registry_of(volume) as registry:
         assert registry.get(RUN, TEAM).state is RunState.READY
     assert not list(volume.run(RUN).glob("*.damaged-*"))
+
+
+@pytest.mark.parametrize("name", ["versions", "loads", "state", "sampler"])
+async def test_a_run_is_served_although_a_folder_that_its_state_is_not_in_cannot_be_listed(volume, monkeypatch, name):
+    async with registry_of(volume) as registry:
+        await make_run(registry, RUN)
+    folder = volume.run(RUN)
+    (folder / name).mkdir()
+    (folder / "snapshots" / "1").rename(folder / "snapshots" / "1.damaged-1")
+    left = folder / "snapshots" / f"{layout.STAGED}3"
+    left.mkdir()
+
+    def unlistable(function):
+        def call(path="."):
+            if str(path) == str(folder / name):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return function(path)
+
+        return call
+
+    for each in ("listdir", "scandir"):
+        monkeypatch.setattr(os, each, unlistable(getattr(os, each)))
+    async with registry_of(volume) as registry:
+        run = registry.get(RUN, TEAM)
+        assert (run.state, run.sequencer.last_seq_id) == (RunState.READY, 5)
+        assert run.damage == ["snapshots/1.damaged-1"]
+        assert not left.exists()
+        assert registry._guard.used(TEAM.tenant) > 1000, "the snapshots are counted"
