@@ -90,6 +90,7 @@ class RunRegistry:
         layout.make_folder(self._volume.runs)
         for folder in (self._volume.root, self._volume.runs):
             layout.sweep(folder)
+            layout.sync_directory(folder)  # what a killed trainer has renamed there counts now
         self._deleted.read()
         self._deleted.finish_all(self._volume.runs)
 

@@ -172,9 +172,16 @@ class RunStorage:
             return self.read(run_id)
 
     def _sync_journal(self, run_id: str) -> None:
-        """Make durable what a process that was killed has written and not synced: it is executed and answered now."""
-        for path in segments(self._volume.run(run_id) / _JOURNAL).values():
-            layout.sync_file(path)
+        """Make durable what a process that was killed has written and not synced: it is executed and answered now.
+
+        That includes the names of the segments, and of the journal and the other parts of the run's folder.
+        """
+        folder = self._volume.run(run_id)
+        if found := segments(folder / _JOURNAL):
+            for path in found.values():
+                layout.sync_file(path)
+            layout.sync_directory(folder / _JOURNAL)
+        layout.sync_directory(folder)
 
     def _highest_accepted(self, run_id: str) -> int:
         """Return a seq_id above which no command of a run with a damaged journal was accepted."""

@@ -489,16 +489,22 @@ async def test_a_step_whose_answer_found_no_room_is_in_the_run_that_is_rebuilt(v
 async def test_what_a_killed_trainer_wrote_and_did_not_sync_is_synced_before_it_counts(volume, monkeypatch):
     async with registry_of(volume) as registry:
         await make_run(registry, RUN)
-    synced, fdatasync = [], os.fdatasync
+    synced = []
 
-    def note(descriptor):
-        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
-        fdatasync(descriptor)
+    def noted(function):
+        def call(descriptor):
+            function(descriptor)
+            synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
 
-    monkeypatch.setattr(os, "fdatasync", note)
-    journal = set((volume.run(RUN) / "journal").iterdir())
+        return call
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, noted(getattr(os, name)))
+    journal = volume.run(RUN) / "journal"
+    renamed = {volume.root, volume.runs, volume.run(RUN), journal}
     async with registry_of(volume):
-        assert journal <= set(synced)
+        assert {*renamed, *journal.iterdir()} == set(synced)
+        assert len(synced) == len(set(synced)), "a start with many runs takes long enough"
 
 
 async def test_a_run_whose_journal_cannot_be_listed_is_not_taken_for_one_without(volume, monkeypatch):
