@@ -195,6 +195,8 @@ class CommandExecutor:
             raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load only weights", field="path")
         directory = run.snapshots.pinned(command.seq_id)
         if directory is not None:
+            if not progress.is_replay:  # a crash may have come before its name was synced
+                await asyncio.to_thread(layout.sync_directory, directory.parent)
             await self._checkpoints.check(directory, path.kind)
         else:
 

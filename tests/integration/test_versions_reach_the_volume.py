@@ -431,6 +431,56 @@ async def test_a_version_whose_name_was_not_synced_is_synced_again_or_superseded
     assert commander.version.exists() is not superseded
 
 
+@pytest.fixture
+def synced(monkeypatch):
+    """The folders that are synced from now on."""
+    sync, synced = layout.sync_directory, []
+
+    def sync_directory(directory):
+        sync(directory)
+        synced.append(directory)
+
+    monkeypatch.setattr(layout, "sync_directory", sync_directory)
+    return synced
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("durable", [False, True])
+async def test_a_version_that_a_killed_trainer_copied_is_synced_before_anything_relies_on_it(trainer, synced, durable):
+    run, publisher, versions = trainer.run, trainer.publisher, trainer.commander.version.parent
+    await trainer.commander.send(pb.PublishWeightsRequest)
+    await publisher.settled(run.run_id)
+    crash(trainer)
+    synced.clear()  # the kill came before that
+    if durable:  # its publish was not answered, and executes again
+        run.next_version = 1
+        await publisher.publish(
+            run,
+            seq_id=1,
+            durable=True,
+            policy=AckPolicy.NONE,
+            ack_seconds=1,
+            progress=CommandProgress(),
+            room=ExitStack(),
+        )
+    else:
+        await publisher.recreate(run, 1, 1, "")
+        await publisher.settled(run.run_id)
+    assert versions in synced
+    assert layout.numbered(versions) == [1]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_a_killed_trainer_kept_for_a_load_is_synced_before_the_load_is_answered(trainer, synced):
+    commander, run = trainer.commander, trainer.run
+    path = (await commander.send(pb.SaveCheckpointRequest, name="a", kind=CheckpointKind.STATE.value)).checkpoint.path
+    await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
+    synced.clear()  # the kill came before that, and before the answer
+    request = pb.LoadCheckpointRequest(run_id=run.run_id, seq_id=commander.seq_id, path=path, with_optimizer=True)
+    await trainer.executor.execute(run, Command.of(request, TEAM), CommandProgress())
+    assert commander.version.parents[1] / "loads" in synced
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_copy_that_is_cancelled_is_not_taken_for_made(trainer):
     publisher, run_id = trainer.publisher, trainer.run.run_id

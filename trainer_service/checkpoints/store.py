@@ -115,9 +115,10 @@ class CheckpointStore:
             return await asyncio.to_thread(_describe, path, final)
 
     async def find_made_by(self, path: CheckpointPath, seq_id: int) -> Checkpoint | None:
-        """Return the checkpoint that command `seq_id` made before a crash, or None."""
+        """Return the checkpoint that command `seq_id` made before a crash, durable from now on, or None."""
         final = self._volume.checkpoint(path)
         if seq_id and await asyncio.to_thread(_is_made_by, final, seq_id):
+            await asyncio.to_thread(layout.sync_directory, final.parent)  # the crash may have come before that
             return await asyncio.to_thread(_describe, path, final)
         return None
 

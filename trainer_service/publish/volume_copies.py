@@ -87,7 +87,8 @@ class VolumeCopies:
     async def settled(self, run_id: str) -> None:
         """Wait until a run's versions are on the volume. Raises the error that keeps one from it, or DiskFull.
 
-        What the volume did not take is copied again, up to the first version that it does not take now.
+        What the volume did not take is copied again, up to the first version that it does not take now. A version that
+        a killed trainer copied is on the volume too, but perhaps its name was not synced.
         """
         in_progress = [copy for copy, _ in self._in_progress.values() if copy.run_id == run_id]
         for copy in [*in_progress, *self._failed_of(run_id)]:
@@ -95,6 +96,8 @@ class VolumeCopies:
                 self._start_again(copy)
             if copy.key in self._in_progress:
                 await self._in_progress[copy.key][1]
+        with suppress(FileNotFoundError):  # no version was published
+            await asyncio.to_thread(layout.sync_directory, self._volume.version(run_id, 0).parent)
 
     def drop(self, run_id: str, version: int) -> None:
         """Make no other copy of a version that is no longer kept."""
@@ -122,9 +125,8 @@ class VolumeCopies:
             with suppress(TimeoutError):
                 await asyncio.wait_for(answered.wait(), ANSWER_SECONDS)
         final = self._volume.version(copy.run_id, copy.version)
-        if final.exists():
-            if copy.failures:  # perhaps only the sync of its name failed
-                await asyncio.to_thread(layout.sync_directory, final.parent)
+        if final.exists():  # perhaps the sync of its name failed, or a trainer was killed before that
+            await asyncio.to_thread(layout.sync_directory, final.parent)
         else:
             async with layout.new_directory_async(final) as staging:
                 await asyncio.to_thread(_copy_files, copy.directory, staging)

@@ -79,6 +79,18 @@ async def test_a_checkpoint_that_is_gone_is_not_found(store, volume, tmp_path, v
         await getattr(store, verb)(path, OWNER, *arguments[verb])
 
 
+async def test_a_checkpoint_that_a_killed_trainer_named_is_synced_before_its_command_is_answered(
+    store, volume, monkeypatch
+):
+    path = await save(store, "best", seq_id=7)
+    synced: list[Path] = []
+    monkeypatch.setattr(layout, "sync_directory", synced.append)
+    assert await store.find_made_by(path, 6) is None
+    assert synced == []
+    made = await store.find_made_by(path, 7)
+    assert (made.path, synced) == (str(path), [volume.checkpoint(path).parent])
+
+
 async def test_two_who_delete_the_same_get_one_refusal(store):
     path = await save(store, "twice")
     answers = await asyncio.gather(store.delete(path, OWNER), store.delete(path, OWNER), return_exceptions=True)
