@@ -139,26 +139,22 @@ class RunLifecycle:
     async def attach(self, record: RunRecord, request_id: str) -> int:
         """Durably make a client the one that trains a run; return its number.
 
-        A repetition of one of the newest requests returns the same number and supersedes nobody. Raises DiskFull, in
-        which case nobody was superseded.
+        A repetition of one of the newest requests returns the same number and supersedes nobody. Raises DiskFull or
+        OSError, in which case nobody was superseded.
         """
         validation.check_request_id(request_id)
-        is_new = request_id not in record.attached
-        if is_new:
-            record.attachment += 1
-            record.attached[request_id] = record.attachment
-            for oldest in list(record.attached)[:-_KNOWN_CLIENTS]:
-                del record.attached[oldest]
-        attachment = record.attached[request_id]
         try:
-            await self._registry.persist(record)
-        except errors.DiskFull:
-            if is_new:  # otherwise the run's file would make it the newest client when it is written next
-                record.attached.pop(request_id, None)
-                record.attachment = max(record.attached.values(), default=0)
+            async with record.persisting:  # also keeps two requests from getting one number
+                number = record.attached.get(request_id, record.attachment + 1)
+                newest = max(number, record.attachment)
+                attached = dict([*{**record.attached, request_id: number}.items()][-_KNOWN_CLIENTS:])
+                await self._registry.write(record, attachment=newest, attached=attached)
+                record.attachment, record.attached = newest, attached
+                record.sequencer.attach(newest)
+        except (errors.DiskFull, OSError):
+            await self._registry.persist_if_possible(record)  # the client may be in the run's file or its copy already
             raise
-        record.sequencer.attach(max(attachment, record.sequencer.attachment))
-        return attachment
+        return number
 
     @uninterrupted
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:

@@ -77,7 +77,7 @@ class RunRecord:
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while `version_limit` is raised."""
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while run.json is written, so that the newest facts are written last."""
+    """Held while run.json is written, so that the newest facts are written last, and while a client attaches."""
     is_deleted: bool = False
     """Whether the run's files are deleted."""
     damage: list[str] = field(default_factory=list)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from paceline import errors, layout
 from paceline.background import Background
@@ -198,8 +199,16 @@ class RunRegistry:
     async def persist(self, record: RunRecord) -> None:
         """Write what must survive a restart, as it is once earlier writes are done. Raises DiskFull."""
         async with record.persisting:
-            if not record.is_deleted:
-                await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), record.to_facts())
+            await self.write(record)
+
+    async def write(self, record: RunRecord, **changes: Any) -> None:
+        """While `record.persisting` is held, write its facts with `changes`, which the caller makes afterwards.
+
+        Raises DiskFull, OSError.
+        """
+        if not record.is_deleted:
+            facts = {**record.to_facts(), **changes}
+            await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), facts)
 
     async def persist_if_possible(self, record: RunRecord) -> None:
         """Write what is useful after a restart but not essential: a disk that fails does not undo what was done."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from threading import Event
 from types import SimpleNamespace
 
@@ -117,20 +119,87 @@ async def test_an_attachment_whose_caller_left_does_not_undo_the_next_one(lifecy
     assert read_run_file(volume.run(record.run_id))["attachment"] == 2
 
 
-async def test_an_attachment_that_was_refused_supersedes_nobody_later_either(lifecycle, volume, monkeypatch):
-    def full(*_):
-        raise errors.DiskFull("full")
+REFUSALS = {"full": errors.DiskFull("full"), "failing": OSError(errno.EIO, os.strerror(errno.EIO))}
+
+
+@pytest.mark.parametrize("reached_the_file", [False, True])
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
+async def test_an_attachment_that_was_refused_supersedes_nobody_later_either(
+    lifecycle, volume, monkeypatch, refusal, reached_the_file
+):
+    real = registry_module.write_run_file
+
+    def refuse(*arguments):
+        if reached_the_file:  # for example where the folder cannot be synced after the rename
+            real(*arguments)
+        raise refusal
 
     record = await lifecycle.create_run(TEAM, *REQUEST)
     assert await lifecycle.attach(record, "one") == 1
     with monkeypatch.context() as patch:
-        patch.setattr(registry_module, "write_run_file", full)
+        patch.setattr(registry_module, "write_run_file", refuse)
         for request in ("another", "one"):
-            with pytest.raises(errors.DiskFull):
+            with pytest.raises(type(refusal)):
                 await lifecycle.attach(record, request)
+            assert read_run_file(volume.run(record.run_id))["attachment"] == record.sequencer.attachment == 1
     await lifecycle._registry.persist(record)
     assert read_run_file(volume.run(record.run_id))["attachment"] == 1
     assert await lifecycle.attach(record, "one") == 1
+    assert await lifecycle.attach(record, "another") == 2
+
+
+async def test_no_two_clients_get_one_number_when_an_attachment_is_refused_while_it_is_repeated(
+    lifecycle, volume, monkeypatch
+):
+    began, go_on, real = Event(), Event(), registry_module.write_run_file
+
+    def refuse_the_first(*arguments):
+        if not began.is_set():
+            began.set()
+            go_on.wait()
+            raise errors.DiskFull("full")
+        real(*arguments)
+
+    record = await lifecycle.create_run(TEAM, *REQUEST)
+    assert await lifecycle.attach(record, "one") == 1
+    monkeypatch.setattr(registry_module, "write_run_file", refuse_the_first)
+    attaching = asyncio.create_task(lifecycle.attach(record, "another"))
+    assert await asyncio.to_thread(began.wait, PATIENCE)
+    repeating = asyncio.create_task(lifecycle.attach(record, "another"))
+    await asyncio.wait({repeating}, timeout=0.1)
+    go_on.set()
+    with pytest.raises(errors.DiskFull):
+        await attaching
+    assert await repeating == 2
+    facts = read_run_file(volume.run(record.run_id))
+    assert (facts["attachment"], facts["attached"]) == (2, {"one": 1, "another": 2})
+    assert await lifecycle.attach(record, "third") == 3
+
+
+async def test_what_else_is_written_meanwhile_does_not_attach_a_client_that_is_refused(lifecycle, volume, monkeypatch):
+    began, go_on, real, written = Event(), Event(), registry_module.write_run_file, []
+
+    def refuse_clients(folder, facts):
+        began.set()
+        go_on.wait()
+        if facts["attachment"]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(folder, facts)
+        written.append(facts["attachment"])
+
+    record = await lifecycle.create_run(TEAM, *REQUEST)
+    monkeypatch.setattr(registry_module, "write_run_file", refuse_clients)
+    first = asyncio.create_task(lifecycle._registry.persist(record))
+    assert await asyncio.to_thread(began.wait, PATIENCE)
+    second = asyncio.create_task(lifecycle._registry.persist(record))
+    attaching = asyncio.create_task(lifecycle.attach(record, "one"))
+    await asyncio.wait({second, attaching}, timeout=0.1)
+    go_on.set()
+    with pytest.raises(OSError, match="Input/output"):
+        await attaching
+    await asyncio.gather(first, second)
+    assert set(written) == {0}
+    assert read_run_file(volume.run(record.run_id))["attachment"] == 0
 
 
 async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(lifecycle, volume, monkeypatch):
