@@ -123,18 +123,24 @@ class Volume:
         """Folder of a version."""
         return self.run(run_id) / "versions" / str(version)
 
-    def checkpoints(self, run_id: str = "") -> Iterator[CheckpointPath]:
-        """Yield the directories that have a checkpoint's name, of one run or of all; skip everything else."""
-        folders = [self.run(run_id)] if run_id else entries(self.runs, "run-*")
-        for folder in folders:
-            for kind in CheckpointKind if _RUN_ID.fullmatch(folder.name) else ():
+    def run_ids(self) -> list[str]:
+        """Return the ids of the runs that have a folder."""
+        return [folder.name for folder in entries(self.runs, "run-*") if is_run_id(folder.name)]
+
+    def checkpoints(self, run_id: str = "", kind: CheckpointKind | None = None) -> Iterator[CheckpointPath]:
+        """Yield the directories that have a checkpoint's name, of one run or of all, of one kind or of both.
+
+        Raises OSError if a folder of that run cannot be listed; of all runs, those that cannot be listed are skipped.
+        """
+        for run in [run_id] if run_id else self.run_ids():
+            for each in CheckpointKind if kind is None else (kind,):
                 try:
-                    found = [path for path in entries(folder / kind.folder) if path.is_dir()]
-                except OSError:  # a run that cannot be read, which concerns no other
-                    continue
-                yield from (
-                    CheckpointPath(folder.name, kind, path.name) for path in found if _NAME.fullmatch(path.name)
-                )
+                    found = [path for path in entries(self.run(run) / each.folder) if path.is_dir()]
+                except OSError:
+                    if run_id:
+                        raise
+                    continue  # it concerns no other run
+                yield from (CheckpointPath(run, each, path.name) for path in found if _NAME.fullmatch(path.name))
 
 
 @contextmanager

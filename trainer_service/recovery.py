@@ -233,8 +233,11 @@ class Recovery:
             sha256 = answer.model.sha256
         await self._publisher.recreate(run, before.version, command.seq_id, sha256)
 
-    async def offer_snapshot(self, run: RunRecord) -> None:
-        """Convert a lost run's newest snapshot to a checkpoint, unless its newest state checkpoint is as recent."""
+    async def offer_snapshot(self, run: RunRecord, failures: int = 0) -> None:
+        """Convert a lost run's newest snapshot to a checkpoint, unless its newest state checkpoint is as recent.
+
+        Where the volume cannot be read or written at the moment, it is tried again in the background.
+        """
         try:
             snapshot = await asyncio.to_thread(run.snapshots.newest)
             newest = await self._checkpoints.newest_states.find(run.run_id)
@@ -242,6 +245,14 @@ class Recovery:
                 await self._save_checkpoint(run, snapshot)
         except (errors.PacelineError, OSError) as error:
             _log.warning("a lost run's snapshot is not offered as a checkpoint", run=run.run_id, error=str(error))
+            if isinstance(error, OSError):
+                self._spawn(self._offer_again(run, failures + 1))
+
+    async def _offer_again(self, run: RunRecord, failures: int) -> None:
+        await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MAX_RETRY_SECONDS))
+        async with run.recovering:
+            if run.state is RunState.LOST and not run.is_deleted:
+                await self.offer_snapshot(run, failures)
 
     async def _save_checkpoint(self, run: RunRecord, snapshot: Snapshot) -> None:
         async def write(staging: Path) -> None:

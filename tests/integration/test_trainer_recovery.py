@@ -3,6 +3,7 @@
 import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 import grpc
@@ -16,6 +17,7 @@ from support.stacks.warm_trainer import SERVICE, WarmRun
 from paceline import codec, errors
 from paceline.layout import new_run_id
 from paceline.rpc.identity import peer_metadata
+from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
@@ -104,6 +106,60 @@ def test_a_run_names_its_newest_state_checkpoint_that_exists_also_after_a_restar
             assert caught.value.metadata["checkpoint"] == run.get().latest_state_checkpoint == expected
             if expected:
                 run.call("DeleteCheckpoint", pb.DeleteCheckpointRequest(path=expected))
+
+
+@contextmanager
+def unlistable(folder):
+    """Make a folder impossible to list for the block."""
+    aside = folder.rename(folder.with_name(".aside"))
+    folder.symlink_to(folder.name)
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_an_error_to_try_again_and_not_an_empty_one(trainer):
+    def ask():
+        requests = [pb.GetRunRequest(run_id=run.run_id), pb.ListRunsRequest(), pb.ListCheckpointsRequest()]
+        requests.append(pb.ListCheckpointsRequest(run_id=run.run_id))
+        if is_lost:
+            requests.append(pb.OptimStepRequest(run_id=run.run_id, seq_id=run.seq_id + 1, adamw=ADAMW))
+        for request in requests:
+            with pytest.raises(grpc.RpcError) as caught:
+                getattr(stub, type(request).__name__.removesuffix("Request"))(request, timeout=PATIENCE)
+            error = error_from_rpc(caught.value)
+            assert isinstance(error, errors.EngineUnavailable)
+            assert "cannot be read at the moment (Too many levels of symbolic links)" in error.message
+
+    assert trainer.start()
+    with trainer.connect() as stub:
+        run, is_lost = WarmRun(stub), False
+        run.step()
+        kept = run.save("kept").path
+        weights = run.save("weights", pb.CHECKPOINT_KIND_SAMPLER).path
+        trainer.service.stop()  # with a snapshot
+        assert trainer.service.wait(PATIENCE)
+        assert trainer.start()
+        wait_for(lambda: "run restored" in trainer.text(), 120, trainer.text)
+        folder = trainer.volume / "runs" / run.run_id
+        with unlistable(folder / "state"):
+            ask()
+            reply = run.send("LoadCheckpoint", pb.LoadCheckpointRequest, path=weights)
+            assert reply.run.run_id == run.run_id  # what is done is not refused
+        assert run.get().latest_state_checkpoint == kept
+        listed = run.call("ListCheckpoints", pb.ListCheckpointsRequest(run_id=run.run_id)).checkpoints
+        assert {checkpoint.path for checkpoint in listed} == {kept, weights}
+        trainer.kill()
+        shutil.rmtree(folder / "journal")
+        with unlistable(folder / "state"):
+            assert trainer.start()
+            is_lost = True
+            ask()
+        restored = f"paceline://{run.run_id}/state/restored-4"
+        wait_for(lambda: run.get().latest_state_checkpoint == restored, 60, trainer.text)
+        with pytest.raises(errors.RunStateLost) as caught:
+            run.forward_backward()
+        assert caught.value.metadata["checkpoint"] == restored
 
 
 def test_an_engine_that_cannot_be_started_is_tried_again_and_the_service_is_not_ready_meanwhile(trainer):

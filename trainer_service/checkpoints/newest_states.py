@@ -32,7 +32,7 @@ class NewestStates:
         """Checkpoints saved and removed: one that changes while a run's are read may have been missed."""
 
     async def find(self, run_id: str) -> StateCheckpoint:
-        """Return a run's newest state checkpoint, or NO_CHECKPOINT."""
+        """Return a run's newest state checkpoint, or NO_CHECKPOINT. Raises OSError if that cannot be read now."""
         if (known := self._known.get(run_id)) is not None:
             return known
         before = self._changes

@@ -11,6 +11,7 @@ from one opened directory, and starts over if that directory lost its name meanw
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
@@ -39,6 +40,8 @@ Writer = Callable[[Path], Awaitable[None]]
 T = TypeVar("T")
 
 _PART_BYTES = 1 << 20
+_ALL_RUNS_FAIL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors that are not those of one run's files."""
 
 _log = get_logger(__name__)
 
@@ -174,32 +177,36 @@ class CheckpointStore:
                     yield part
 
     def find_all(self, identity: Identity, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
-        """Return the caller's checkpoints in no particular order. Reads many files: do not call on the event loop."""
+        """Return the caller's checkpoints in no particular order. Reads many files: do not call on the event loop.
+
+        Raises OSError if one of them may be missing because it, or a folder, cannot be read at the moment.
+        """
         found = []
-        for path in self._volume.checkpoints(run_id):
-            if kind not in {None, path.kind}:
-                continue
+        for each in [run_id] if run_id else self._volume.run_ids():
             try:
-                found.append(_describe(path, self.find(path, identity)))
-            except (errors.CheckpointNotFound, FileNotFoundError):
-                continue  # another tenant's, or deleted meanwhile
-            except OSError as error:  # perhaps another tenant's
-                _log.error("checkpoint cannot be read", path=str(path), error=str(error))
+                for path in self._volume.checkpoints(each, kind):
+                    # Otherwise it is another tenant's, or was deleted meanwhile.
+                    with suppress(errors.CheckpointNotFound, FileNotFoundError, NotADirectoryError):
+                        found.append(_describe(path, self.find(path, identity)))
+            except OSError as error:
+                tenant = tenant_of(self._volume.run(each))
+                may_be_mine = tenant is None and (run_id or error.errno in _ALL_RUNS_FAIL)
+                if identity.is_peer or tenant == identity.tenant or may_be_mine:
+                    raise
+                _log.error("a run's checkpoints cannot be read", run=each, error=str(error))
         return found
 
     def _read_newest_state(self, run_id: str) -> StateCheckpoint:
-        """Read a file of each state checkpoint of a run; one whose manifest is damaged does not count."""
+        """Read a file of each state checkpoint of a run; one whose manifest is damaged does not count.
+
+        Raises OSError if one cannot be read at the moment, which may be the newest.
+        """
         newest = NO_CHECKPOINT
-        for path in self._volume.checkpoints(run_id):
-            if path.kind is not CheckpointKind.STATE:
-                continue
+        for path in self._volume.checkpoints(run_id, CheckpointKind.STATE):
             try:
                 seq_id = _read_whole(self._volume.checkpoint(path), summarize).seq_id
             except (FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
                 continue  # deleted meanwhile, or damaged
-            except OSError as error:
-                _log.error("checkpoint cannot be read", path=str(path), error=str(error))
-                continue
             if seq_id > newest.seq_id:
                 newest = StateCheckpoint(str(path), seq_id)
         return newest
@@ -308,7 +315,7 @@ def _owner(run: Path, checkpoint: Path) -> str | None:
     """Return the tenant that owns a checkpoint: its run's, or its manifest's if no file of the run names one."""
     if (tenant := tenant_of(run)) is not None:
         return tenant
-    with suppress(OSError, errors.ChecksumMismatch):
+    with suppress(FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
         return summarize(checkpoint).tenant
     return None
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
 import grpc
 from google.protobuf.message import Message
 
-from paceline import __version__, codec
+from paceline import __version__, codec, errors
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath, check_run_id
+from paceline.log import get_logger
 from paceline.pages import page_of
 from paceline.rpc.identity import current_identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -35,6 +37,8 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.text import ConversationRenderer
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = get_logger(__name__)
 
 
 class _RunCommand(Protocol):
@@ -147,7 +151,8 @@ class TrainerServicer(TrainerServiceServicer):
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Context) -> pb.ListCheckpointsResponse:
         run_id = check_run_id(request.run_id) if request.run_id else ""
         kind = CheckpointKind(request.kind) if request.kind else None
-        found = await asyncio.to_thread(self._checkpoints.find_all, current_identity(), run_id, kind)
+        with _reading_checkpoints():
+            found = await asyncio.to_thread(self._checkpoints.find_all, current_identity(), run_id, kind)
         page, token = page_of(found, _checkpoint_key, request.page_size, request.page_token)
         return pb.ListCheckpointsResponse(
             checkpoints=[checkpoint_to_proto(checkpoint) for checkpoint in page], next_page_token=token
@@ -196,7 +201,11 @@ class TrainerServicer(TrainerServiceServicer):
         return self._registry.get(run_id, current_identity())
 
     async def _public(self, run: RunRecord) -> pb.Run:
-        return run_to_proto(run.public((await self._checkpoints.newest_states.find(run.run_id)).path))
+        return run_to_proto(run.public(await self._newest_state(run)))
+
+    async def _newest_state(self, run: RunRecord) -> str:
+        with _reading_checkpoints():
+            return (await self._checkpoints.newest_states.find(run.run_id)).path
 
     async def _in_order(self, request: _RunCommand) -> Message:
         """Execute a run's command at its turn.
@@ -209,9 +218,20 @@ class TrainerServicer(TrainerServiceServicer):
         if run.state is RunState.LOST:
             run.sequencer.check_client(command)
             if command.method != "LoadCheckpoint":
-                raise run.lost_error((await self._checkpoints.newest_states.find(run.run_id)).path)
+                raise run.lost_error(await self._newest_state(run))
             await run.sequencer.rebase(command.seq_id)
         return await run.sequencer.execute(command, partial(self._commands.check, run))
+
+
+@contextmanager
+def _reading_checkpoints() -> Iterator[None]:
+    """Raise EngineUnavailable, which clients try again, where checkpoints cannot be read at the moment."""
+    try:
+        yield
+    except OSError as error:
+        _log.error("checkpoints cannot be read", error=str(error))
+        message = f"the run's checkpoints cannot be read at the moment ({error.strerror}); send it again"
+        raise errors.EngineUnavailable(message) from error
 
 
 def _checkpoint_key(checkpoint: Checkpoint) -> str:

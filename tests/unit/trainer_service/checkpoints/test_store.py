@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
+import os
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -275,3 +277,63 @@ async def test_a_checkpoint_is_its_runs_tenants_whatever_its_manifest_says(store
     assert store.find(path, OWNER) == volume.checkpoint(path)
     (volume.run(RUN_ID) / layout.RUN_FILE).rename(volume.run(RUN_ID) / layout.DELETED_FILE)
     assert store.find(path, OWNER) == volume.checkpoint(path)
+
+
+@pytest.fixture
+def failing(monkeypatch) -> set[str]:
+    """Names of folders that cannot be listed and of files that cannot be read: there are too many open files."""
+    names: set[str] = set()
+
+    def checked(function):
+        def call(path, *arguments):
+            if Path(path).name in names:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+            return function(path, *arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "listdir", checked(os.listdir))
+    monkeypatch.setattr(Path, "read_bytes", checked(Path.read_bytes))
+    return names
+
+
+@pytest.mark.parametrize("unreadable", [{"state"}, {MANIFEST_FILE}, {layout.RUN_FILE, MANIFEST_FILE}])
+async def test_checkpoints_that_cannot_be_read_now_are_not_taken_for_none(store, failing, unreadable):
+    path = await save(store, "best", seq_id=3, kind=CheckpointKind.STATE)
+    failing |= unreadable
+    for run_id in (RUN_ID, ""):
+        with pytest.raises(OSError, match="Too many open files"):
+            store.find_all(OWNER, run_id)
+    with pytest.raises(OSError, match="Too many open files"):
+        await store.newest_states.find(RUN_ID)
+    failing.clear()
+    assert (await store.newest_states.find(RUN_ID)).path == str(path)
+    assert [checkpoint.path for checkpoint in store.find_all(OWNER)] == [str(path)]
+
+
+async def test_a_folder_that_cannot_be_listed_hides_no_checkpoint_elsewhere(store, volume, failing):
+    await save(store, "best", kind=CheckpointKind.STATE)
+    await save(store, "weights")
+    other = "run-" + "1" * 32
+    volume.run(other).mkdir()
+    (volume.run(other) / layout.RUN_FILE).write_text(json.dumps({"format": 1, "tenant": "another"}))
+    theirs = await save(store, "theirs", run_id=other)
+    failing.add("state")
+    for run_id in (RUN_ID, ""):
+        (found,) = store.find_all(OWNER, run_id, CheckpointKind.SAMPLER)
+        assert found.name == "weights"
+    failing.clear()
+    failing.add("sampler")
+    for run_id in (RUN_ID, ""):
+        with pytest.raises(OSError, match="Too many open files"):
+            store.find_all(OWNER, run_id)
+    assert store.find_all(OWNER, other) == []
+    failing.clear()
+    (volume.run(other) / "state").symlink_to("state")  # cannot be listed either
+    assert {checkpoint.name for checkpoint in store.find_all(OWNER)} == {"best", "weights"}
+    (volume.run(other) / layout.RUN_FILE).unlink()  # whose it is cannot be read
+    assert {checkpoint.name for checkpoint in store.find_all(OWNER)} == {"best", "weights"}
+    for tenant in ("another", "team"):
+        with pytest.raises(OSError, match="symbolic links"):
+            store.find_all(Identity(tenant), other)
+    assert store.find(theirs, Identity("team")) == volume.checkpoint(theirs)
