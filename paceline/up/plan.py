@@ -54,6 +54,8 @@ class Plan:
     """Cores that it may use; empty means all."""
     share: str = ""
     """The service's share of the machine, in words."""
+    after: str = ""
+    """The service that must have been ready before this one starts; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,10 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
     gpus = visible_gpus(given)
     shares = _share_machine(gpus, given, together=is_shared)
 
+    # While vLLM starts, it takes what other processes allocate on its GPU for its own, and has less for its KV cache.
+    # With the bridge shared, the trainer waits for the sampler's weights anyway.
+    after = {"trainer": "sampler"} if len(gpus) == 1 and options.engine == "vllm" and not is_shared else {}
+
     def plan(name: str, module: str, service: str, settings: Mapping[str, str]) -> Plan:
         common = {
             "listen": listen[name],
@@ -162,7 +168,9 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
         chosen = {key: value for key, value in given.items() if key.startswith(prefix)}
         environment = {**share.environment, **variables, **chosen}
         stop = stop_seconds(name, given)
-        return Plan(name, module, environment, health[name], service, stop, share.cores, share.name)
+        return Plan(
+            name, module, environment, health[name], service, stop, share.cores, share.name, after.get(name, "")
+        )
 
     # The shell leaves the tilde of --model=~/model as it is.
     path = str(Path(options.model).expanduser()) if options.model.startswith("~") else options.model

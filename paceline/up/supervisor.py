@@ -58,8 +58,8 @@ class Supervisor:
         """Report events line by line to `say`; call `on_ready` once when all services have been ready."""
         self._plans, self._logs, self._say, self._on_ready = plans, logs, say, on_ready
         self._running: dict[str, _Service] = {}
-        self._not_ready = {plan.name for plan in plans}
-        """Services that have not been ready yet."""
+        self._ready = {plan.name: asyncio.Event() for plan in plans}
+        """Set once the service has been ready."""
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
         self._failure = ""
         self._max_failures_first = _MAX_FAILURES
@@ -111,6 +111,8 @@ class Supervisor:
         log = self._logs / f"{plan.name}.log"
         _keep_previous(log)
         failures = 0
+        if plan.after:
+            await self._until_ready(plan.after)
         while not self._stopping.is_set():
             service = self._running[plan.name] = _Service.start(plan, log)
             ready_seconds = await self._watch(service)
@@ -120,7 +122,7 @@ class Supervisor:
                 return
             failures = 1 if ready_seconds >= _STEADY_SECONDS else failures + 1
             reason = f"{reason_of(service.status, log, service.log_start)} (log: {log})"
-            if failures >= (self._max_failures_first if self._not_ready else _MAX_FAILURES):
+            if failures >= (_MAX_FAILURES if self._all_ready else self._max_failures_first):
                 often = f"ended {failures} times in a row" if failures > 1 else "could not be started"
                 self._failure = f"the {plan.name} {often}: {reason}"
                 self._stopping.set()
@@ -128,6 +130,18 @@ class Supervisor:
             self._say(f"the {plan.name} ended and is restarted: {reason}")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _RESTART_SECONDS)
+
+    @property
+    def _all_ready(self) -> bool:
+        """Whether every service has been ready."""
+        return all(event.is_set() for event in self._ready.values())
+
+    async def _until_ready(self, name: str) -> None:
+        """Wait until a service has been ready or all are stopped."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._ready[name], self._stopping)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
     async def _watch(self, service: _Service) -> float:
         """Wait for a service to end; return how many seconds it was ready."""
@@ -156,9 +170,9 @@ class Supervisor:
         if self._stopping.is_set():
             return
         self._say(f"the {service.plan.name} is ready after {monotonic() - service.started:.0f} s")
-        if self._not_ready:
-            self._not_ready.discard(service.plan.name)
-            if not self._not_ready:
+        if not self._all_ready:
+            self._ready[service.plan.name].set()
+            if self._all_ready:
                 self._on_ready()
 
     async def _end(self, name: str) -> None:
@@ -167,7 +181,7 @@ class Supervisor:
         if service is None or service.ended.done():
             return
         service.process.terminate()
-        seconds = _BROKEN_STOP_SECONDS if self._not_ready else service.plan.stop_seconds
+        seconds = service.plan.stop_seconds if self._all_ready else _BROKEN_STOP_SECONDS
         hurrying = asyncio.create_task(self._hurrying.wait())
         either: set[asyncio.Future[Any]] = {service.ended, hurrying}
         await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -39,6 +39,7 @@ class Running:
             for name, does in services.items()
         }
         given = {"services": environments, "logs": str(folder / "logs"), "until_eof": False, "stop_seconds": 30.0}
+        given["after"] = {}
         (folder / "plans.json").write_text(json.dumps(given | options))
         with (folder / "said").open("w") as said:
             self.process = subprocess.Popen(
@@ -145,6 +146,23 @@ def test_a_program_that_waits_is_told_of_the_first_death_at_the_start(tmp_path):
         last = f"the trainer could not be started: {reason} (log: {tmp_path / 'logs' / 'trainer.log'})"
         assert running.said().splitlines()[-1] == last
         assert (tmp_path / "logs" / "trainer.log").read_text().count("a first line") == 1
+
+
+def test_a_service_starts_when_the_one_before_it_is_ready(tmp_path):
+    after = {"trainer": "sampler"}
+    with supervising(tmp_path, {"trainer": "serves", "sampler": "serves"}, after=after) as running:
+        running.wait_said("sampler is ready.*trainer is ready.*up")
+        first, second = sorted(running.services(), key=psutil.Process.create_time)
+        assert first.environ()["TOY_PIDS"].endswith("sampler")
+        assert second.create_time() > first.create_time()
+
+
+def test_a_service_whose_predecessor_is_given_up_is_never_started(tmp_path):
+    after = {"trainer": "sampler"}
+    with supervising(tmp_path, {"trainer": "serves", "sampler": "breaks"}, after=after) as running:
+        assert running.wait() == 1
+        assert "the sampler ended 3 times in a row" in running.said()
+        assert not (tmp_path / "logs" / "trainer.log").exists()
 
 
 def test_a_service_that_does_not_stop_is_killed(tmp_path):

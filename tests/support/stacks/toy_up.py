@@ -1,6 +1,7 @@
 """A supervisor of toy services: `python -m support.stacks.toy_up PLANS.json`.
 
-PLANS.json: {"services": {name: environment}, "logs": directory, "until_eof": bool, "stop_seconds": seconds}
+PLANS.json: {"services": {name: environment}, "after": {name: the one before it}, "logs": directory,
+"until_eof": bool, "stop_seconds": seconds}
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def main(path: str) -> None:
             environment["TOY_HEALTH"],
             "toy",
             stop_seconds=given["stop_seconds"],
+            after=given["after"].get(name, ""),
         )
         for name, environment in given["services"].items()
     ]

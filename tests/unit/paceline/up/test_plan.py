@@ -164,6 +164,24 @@ def test_both_services_compute_in_one_half_precision_dtype_on_gpus(tmp_path, mon
     assert planned["sampler"]["PACELINE_SAMPLER_DTYPE"] == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "changes", "after"),
+    [
+        (("0",), {}, "sampler"),
+        (("0",), {"engine": "hf"}, ""),
+        (("0",), {"bridge": "shared"}, ""),
+        (("0", "1"), {}, ""),
+        ((), {}, ""),
+    ],
+)
+def test_on_one_gpu_the_trainer_starts_when_vllm_has_measured_the_free_memory(
+    tmp_path, monkeypatch, gpus, changes, after
+):
+    monkeypatch.setattr("paceline.up.plan.visible_gpus", lambda _: gpus)
+    plans = make_plans(UpOptions("tiny", **changes), tmp_path, {})
+    assert {plan.name: plan.after for plan in plans} == {"trainer": after, "sampler": "", "gateway": ""}
+
+
 def test_everything_that_is_kept_lies_in_the_state_directory(tmp_path):
     planned = environments({}, tmp_path)
     for name in ("TRAINER", "SAMPLER"):
