@@ -125,8 +125,7 @@ def test_trainer_and_sampler_share_a_gpu_s_weights(tmp_path, model, in_place):
         cluster.start()
         with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
             whole = in_place != "off"
-            make = service.create_full_training_client if whole else service.create_lora_training_client
-            training = make()
+            training = service.create_full_training_client() if whole else service.create_lora_training_client(rank=8)
             for _ in range(2):
                 training.forward_backward([Datum.from_completion(PROMPT, list(b" Lima"))])
                 training.optim_step(AdamParams(learning_rate=1e-2))
