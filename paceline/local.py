@@ -24,7 +24,7 @@ from typing import IO
 from paceline.up import UP
 from paceline.up.plan import CannotStart, UpOptions, read_or_make_key, stop_seconds
 
-_START_SECONDS = 600.0
+_START_SECONDS = 1200.0
 _END_SECONDS = 30.0
 """How much longer than its services `paceline up` may take to stop: processes that it kills end, too."""
 

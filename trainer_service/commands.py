@@ -92,7 +92,7 @@ class CommandExecutor:
         if command.refusal is not None:
             raise command.refusal
         if run.state is RunState.LOST and command.method != "LoadCheckpoint":
-            raise run.lost_error((await self._checkpoints.newest_states.find(run.run_id)).path)
+            raise run.lost_error((await self._checkpoints.newest_states.find_if_readable(run.run_id)).path)
         return await self._methods[command.method](run, command, self._decode(command), progress)
 
     def _decode(self, command: Command) -> Any:
@@ -215,12 +215,8 @@ class CommandExecutor:
             raise
         await self._registry.persist_if_possible(run)
         _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
-        newest = ""
-        try:
-            newest = (await self._checkpoints.newest_states.find(run.run_id)).path
-        except OSError as error:  # the load is done, and is not refused because of what else cannot be read
-            _log.warning("a run's newest state checkpoint cannot be read", run=run.run_id, error=str(error))
-        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest)))
+        newest = await self._checkpoints.newest_states.find_if_readable(run.run_id)
+        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path)))
 
     async def _load_directory(
         self, run: RunRecord, directory: Path, progress: CommandProgress, *, with_optimizer: bool

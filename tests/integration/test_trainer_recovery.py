@@ -146,6 +146,8 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_is_an_error_to_try_again_
             ask()
             reply = run.send("LoadCheckpoint", pb.LoadCheckpointRequest, path=weights)
             assert reply.run.run_id == run.run_id  # what is done is not refused
+            attached = run.call("AttachRun", pb.AttachRunRequest(run_id=run.run_id, request_id="another"))
+            assert attached.attachment == 1  # nor does that keep anybody from training
         assert run.get().latest_state_checkpoint == kept
         listed = run.call("ListCheckpoints", pb.ListCheckpointsRequest(run_id=run.run_id)).checkpoints
         assert {checkpoint.path for checkpoint in listed} == {kept, weights}

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.layout import CheckpointPath
+from paceline.log import get_logger
 from paceline.types import CheckpointKind
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,8 @@ NO_CHECKPOINT = StateCheckpoint("", -1)
 class NewestStates:
     """The newest state checkpoint of each run that was asked for, in the order of its commands."""
 
-    def __init__(self, read: Callable[[str], StateCheckpoint]) -> None:
-        """`read` finds a run's newest on the volume; it is called in a thread."""
+    def __init__(self, read: Callable[[str], tuple[StateCheckpoint, bool]]) -> None:
+        """`read` finds a run's newest on the volume, and tells whether all could be read; it is called in a thread."""
         self._read = read
         self._known: dict[str, StateCheckpoint] = {}
         self._changes = 0
@@ -36,10 +39,18 @@ class NewestStates:
         if (known := self._known.get(run_id)) is not None:
             return known
         before = self._changes
-        found = await asyncio.to_thread(self._read, run_id)
-        if self._changes == before:
+        found, are_all_read = await asyncio.to_thread(self._read, run_id)
+        if are_all_read and self._changes == before:
             self._known[run_id] = found
         return found
+
+    async def find_if_readable(self, run_id: str) -> StateCheckpoint:
+        """Return the same, but NO_CHECKPOINT if it cannot be read now: for the answer to what is done already."""
+        try:
+            return await self.find(run_id)
+        except OSError as error:
+            _log.warning("a run's newest state checkpoint cannot be read", run=run_id, error=str(error))
+            return NO_CHECKPOINT
 
     def saved(self, path: CheckpointPath, seq_id: int) -> None:
         """Note that command `seq_id` made a checkpoint, perhaps in place of another."""

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 _PART_BYTES = 1 << 20
 _ALL_RUNS_FAIL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Errors that are not those of one run's files."""
+"""Errors that are not those of one file."""
 
 _log = get_logger(__name__)
 
@@ -179,15 +179,14 @@ class CheckpointStore:
     def find_all(self, identity: Identity, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
         """Return the caller's checkpoints in no particular order. Reads many files: do not call on the event loop.
 
-        Raises OSError if one of them may be missing because it, or a folder, cannot be read at the moment.
+        One that cannot be read is left out. Raises OSError if a folder cannot be listed, or if no file can be read.
         """
         found = []
         for each in [run_id] if run_id else self._volume.run_ids():
             try:
                 for path in self._volume.checkpoints(each, kind):
-                    # Otherwise it is another tenant's, or was deleted meanwhile.
-                    with suppress(errors.CheckpointNotFound, FileNotFoundError, NotADirectoryError):
-                        found.append(_describe(path, self.find(path, identity)))
+                    with suppress(errors.CheckpointNotFound):  # another tenant's, or deleted meanwhile
+                        found += self._described(path, identity)
             except OSError as error:
                 tenant = tenant_of(self._volume.run(each))
                 may_be_mine = tenant is None and (run_id or error.errno in _ALL_RUNS_FAIL)
@@ -196,20 +195,33 @@ class CheckpointStore:
                 _log.error("a run's checkpoints cannot be read", run=each, error=str(error))
         return found
 
-    def _read_newest_state(self, run_id: str) -> StateCheckpoint:
-        """Read a file of each state checkpoint of a run; one whose manifest is damaged does not count.
+    def _described(self, path: CheckpointPath, identity: Identity) -> list[Checkpoint]:
+        try:
+            return [_describe(path, self.find(path, identity))]
+        except (FileNotFoundError, NotADirectoryError):
+            return []  # deleted meanwhile
+        except OSError as error:
+            _skip_unreadable(path, error)
+            return []
 
-        Raises OSError if one cannot be read at the moment, which may be the newest.
+    def _read_newest_state(self, run_id: str) -> tuple[StateCheckpoint, bool]:
+        """Read a file of each state checkpoint of a run; return the newest, and whether all could be read.
+
+        One whose manifest is damaged does not count. Raises OSError as `find_all` does.
         """
-        newest = NO_CHECKPOINT
+        newest, are_all_read = NO_CHECKPOINT, True
         for path in self._volume.checkpoints(run_id, CheckpointKind.STATE):
             try:
                 seq_id = _read_whole(self._volume.checkpoint(path), summarize).seq_id
             except (FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
                 continue  # deleted meanwhile, or damaged
+            except OSError as error:
+                _skip_unreadable(path, error)
+                are_all_read = False
+                continue
             if seq_id > newest.seq_id:
                 newest = StateCheckpoint(str(path), seq_id)
-        return newest
+        return newest, are_all_read
 
     @uninterrupted
     async def delete(self, path: CheckpointPath, identity: Identity) -> None:
@@ -309,6 +321,13 @@ def _open_all(directory: Path, stack: ExitStack) -> dict[str, BinaryIO]:
             if is_whole:
                 stack.enter_context(trying.pop_all())
                 return files
+
+
+def _skip_unreadable(path: CheckpointPath, error: OSError) -> None:
+    """Log that a checkpoint cannot be read. Raises the error if no other can be read either."""
+    if error.errno in _ALL_RUNS_FAIL:
+        raise error
+    _log.error("checkpoint cannot be read", path=str(path), error=str(error))
 
 
 def _owner(run: Path, checkpoint: Path) -> str | None:

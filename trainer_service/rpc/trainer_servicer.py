@@ -125,7 +125,8 @@ class TrainerServicer(TrainerServiceServicer):
     async def AttachRun(self, request: pb.AttachRunRequest, context: Context) -> pb.AttachRunResponse:
         run = self._run(request.run_id)
         attachment = await self._lifecycle.attach(run, request.request_id)
-        return pb.AttachRunResponse(run=await self._public(run), attachment=attachment)
+        newest = await self._checkpoints.newest_states.find_if_readable(run.run_id)
+        return pb.AttachRunResponse(run=run_to_proto(run.public(newest.path)), attachment=attachment)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         mine = self._registry.owned_by(current_identity())

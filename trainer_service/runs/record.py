@@ -150,8 +150,13 @@ class RunRecord:
         }
 
     def lost_error(self, checkpoint: str) -> errors.RunStateLost:
-        """Return the error that a run without state answers; `checkpoint` is its newest state checkpoint's path."""
-        remedy = f"load {checkpoint} with its optimizer and continue from there" if checkpoint else "create a new run"
+        """Return the error that a run without state answers; `checkpoint` is its newest state checkpoint, if any."""
+        if checkpoint:
+            remedy = f"load {checkpoint} with its optimizer and continue from there"
+        else:
+            remedy = (
+                "create a new run, unless ListCheckpoints shows a state checkpoint of this one, which can be loaded"
+            )
         return errors.RunStateLost(
             f"the run's state was lost and its journal cannot be replayed; {remedy}",
             field="run_id",

@@ -311,6 +311,25 @@ async def test_checkpoints_that_cannot_be_read_now_are_not_taken_for_none(store,
     assert [checkpoint.path for checkpoint in store.find_all(OWNER)] == [str(path)]
 
 
+async def test_one_checkpoint_that_cannot_be_read_hides_no_other_and_is_asked_for_again(store, volume, monkeypatch):
+    await save(store, "older", seq_id=1, kind=CheckpointKind.STATE)
+    newer = await save(store, "newer", seq_id=2, kind=CheckpointKind.STATE)
+    damaged, read_bytes = volume.checkpoint(newer) / MANIFEST_FILE, Path.read_bytes
+
+    def read(path):
+        if path.resolve() == damaged.resolve():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read_bytes(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read)
+        for run_id in (RUN_ID, ""):
+            (found,) = store.find_all(OWNER, run_id)
+            assert found.name == "older"
+        assert (await store.newest_states.find(RUN_ID)).seq_id == 1
+    assert (await store.newest_states.find(RUN_ID)).path == str(newer)
+
+
 async def test_a_folder_that_cannot_be_listed_hides_no_checkpoint_elsewhere(store, volume, failing):
     await save(store, "best", kind=CheckpointKind.STATE)
     await save(store, "weights")
