@@ -125,7 +125,7 @@ class Volume:
 
     def run_ids(self) -> list[str]:
         """Return the ids of the runs that have a folder."""
-        return [folder.name for folder in entries(self.runs, "run-*") if is_run_id(folder.name)]
+        return [folder.name for folder in run_folders(self.runs)]
 
     def checkpoints(self, run_id: str = "", kind: CheckpointKind | None = None) -> Iterator[CheckpointPath]:
         """Yield the directories that have a checkpoint's name, of one run or of all, of one kind or of both.
@@ -261,6 +261,11 @@ def entries(folder: Path, pattern: str = "*") -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
+
+def run_folders(runs: Path) -> list[Path]:
+    """Return the folders of runs among the entries of `runs`, sorted; other entries are skipped."""
+    return [folder for folder in entries(runs, "run-*") if is_run_id(folder.name)]
 
 
 def numbered(folder: Path) -> list[int]:

@@ -453,16 +453,7 @@ async def test_a_version_that_a_killed_trainer_copied_is_synced_before_anything_
     crash(trainer)
     synced.clear()  # the kill came before that
     if durable:  # its publish was not answered, and executes again
-        run.next_version = 1
-        await publisher.publish(
-            run,
-            seq_id=1,
-            durable=True,
-            policy=AckPolicy.NONE,
-            ack_seconds=1,
-            progress=CommandProgress(),
-            room=ExitStack(),
-        )
+        await publish_again(publisher, run)
     else:
         await publisher.recreate(run, 1, 1, "")
         await publisher.settled(run.run_id)
@@ -567,24 +558,12 @@ async def test_a_version_that_is_being_copied_counts_towards_its_tenants_bytes(t
 async def test_a_whole_model_is_found_again_although_a_crash_cut_off_its_comparison(trainer, monkeypatch):
     run = await trainer.lifecycle.create_run(Identity(TEAM), "whole", b"digest", "", FullParameters(), {})
 
-    def publish():
-        run.next_version = 1  # as after a crash that kept the answer from the journal
-        return trainer.publisher.publish(
-            run,
-            seq_id=1,
-            durable=True,
-            policy=AckPolicy.NONE,
-            ack_seconds=1,
-            progress=CommandProgress(),
-            room=ExitStack(),
-        )
-
-    made = (await publish()).model
+    made = (await publish_again(trainer.publisher, run)).model
     with monkeypatch.context() as patch:  # the crash comes before what was compared is removed
         patch.setattr("trainer_service.publish.publisher.shutil.rmtree", lambda *_, **__: None)
-        await publish()
+        await publish_again(trainer.publisher, run)
     assert layout.numbered(trainer.commander.version.parents[2] / run.run_id / "versions") == [1]
-    assert (await publish()).model == made
+    assert (await publish_again(trainer.publisher, run)).model == made
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -662,6 +641,20 @@ async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_writ
         assert trainer.run.step == 1
         await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
         assert trainer.run.step == 0
+
+
+def publish_again(publisher, run):
+    """Publish a run's first version as after a crash that kept the answer from the journal."""
+    run.next_version = 1
+    return publisher.publish(
+        run,
+        seq_id=1,
+        durable=True,
+        policy=AckPolicy.NONE,
+        ack_seconds=1,
+        progress=CommandProgress(),
+        room=ExitStack(),
+    )
 
 
 def crash(trainer):

@@ -40,7 +40,7 @@ Writer = Callable[[Path], Awaitable[None]]
 T = TypeVar("T")
 
 _PART_BYTES = 1 << 20
-_ALL_RUNS_FAIL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_ALL_READS_FAIL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that are not those of one file."""
 
 _log = get_logger(__name__)
@@ -189,7 +189,7 @@ class CheckpointStore:
                         found += self._described(path, identity)
             except OSError as error:
                 tenant = tenant_of(self._volume.run(each))
-                may_be_mine = tenant is None and (run_id or error.errno in _ALL_RUNS_FAIL)
+                may_be_mine = tenant is None and (run_id or error.errno in _ALL_READS_FAIL)
                 if identity.is_peer or tenant == identity.tenant or may_be_mine:
                     raise
                 _log.error("a run's checkpoints cannot be read", run=each, error=str(error))
@@ -325,7 +325,7 @@ def _open_all(directory: Path, stack: ExitStack) -> dict[str, BinaryIO]:
 
 def _skip_unreadable(path: CheckpointPath, error: OSError) -> None:
     """Log that a checkpoint cannot be read. Raises the error if no other can be read either."""
-    if error.errno in _ALL_RUNS_FAIL:
+    if error.errno in _ALL_READS_FAIL:
         raise error
     _log.error("checkpoint cannot be read", path=str(path), error=str(error))
 

@@ -99,9 +99,7 @@ class DiskGuard:
             return
         if self._is_half:
             self.limit = shutil.disk_usage(self._runs.parent).total // 2
-        for folder in layout.entries(self._runs, "run-*"):
-            if not layout.is_run_id(folder.name):
-                continue
+        for folder in layout.run_folders(self._runs):
             try:
                 self.count(folder.name)
             except OSError as error:

@@ -62,9 +62,7 @@ class RunRegistry:
         served.
         """
         await asyncio.to_thread(self._prepare)
-        for folder in layout.entries(self._volume.runs, "run-*"):
-            if not layout.is_run_id(folder.name):
-                continue
+        for folder in layout.run_folders(self._volume.runs):
             try:
                 if (folder / DELETED_FILE).exists():
                     with suppress(OSError):  # its checkpoints are kept, with what a crash left among them
