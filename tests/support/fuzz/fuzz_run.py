@@ -22,7 +22,7 @@ from gateway.keys import add_key
 from paceline import errors, types
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import peer_metadata
-from paceline.rpc.status import DETAILS_KEY
+from paceline.rpc.status import is_from_grpc
 from support.fuzz.fuzz_cases import ENDS, Case, CaseMaker, methods, path_of
 from support.fuzz.fuzz_http import ENDS as HTTP_ENDS
 from support.fuzz.fuzz_http import HttpCase, HttpCaseMaker, http_routes
@@ -41,8 +41,10 @@ CONTEXT = 64
 """The model's context length: short, since a sample without `max_tokens` is as long as its context."""
 _IN_FLIGHT = 256
 _SECONDS = 3.0
-_SECONDS_ALONE = 60.0
-"""How long a call that was not answered in time may take when it is repeated alone."""
+_SECONDS_ALONE = 90.0
+"""How long a call that was not answered in time may take when it is repeated alone: more than a publish waits for
+acknowledgements if it does not say how long.
+"""
 _MAX_HANGING = 5
 _WAITS = frozenset({"/paceline.weights.v1.WeightService/WatchVersions"})
 """Methods whose calls last until the caller leaves."""
@@ -69,6 +71,8 @@ _GRADIENTS = (
 _HTTP_SECONDS = 60.0
 _STEPS = 6
 _REFUSED = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
+_UNANSWERED = "unanswered"
+"""Outcome of a call whose time ran out. DEADLINE_EXCEEDED is an answer: a publish was not acknowledged in its time."""
 _CLIENT_GAVE_UP = "Internal error from Core"
 """The error of grpc's own client when a stream's status arrives while a message is being written."""
 
@@ -158,7 +162,7 @@ class Fuzz:
                         await self._request(edge, makers.http.make(number), outcome)
                         continue
                     case = makers.grpc.make(number)
-                    if await self._call(channels, case, outcome, _SECONDS) == "DEADLINE_EXCEEDED":
+                    if await self._call(channels, case, outcome, _SECONDS) == _UNANSWERED:
                         unanswered.append(case)
                     if number % max(1, cases // 10) == 0:
                         outcome.memory.append(self.memory())
@@ -202,7 +206,7 @@ class Fuzz:
         for case in cases:
             if path_of(case.method) in _WAITS:
                 continue
-            if await self._call(channels, case, Outcome(), _SECONDS_ALONE) == "DEADLINE_EXCEEDED":
+            if await self._call(channels, case, Outcome(), _SECONDS_ALONE) == _UNANSWERED:
                 outcome.failures.append(f"not answered within {_SECONDS_ALONE:.0f} s: seed {self.seed} {case}")
                 hanging += 1
             if hanging == _MAX_HANGING:
@@ -331,7 +335,7 @@ class Fuzz:
         return answer.status < 400 and not found.startswith((b'{"error":', b'{"type":"try_again"'))
 
     async def _call(self, channels: _Channels, case: Case, outcome: Outcome, seconds: float) -> str:
-        """Make a call; return the name of its status."""
+        """Make a call; return the name of its status, or _UNANSWERED."""
         channel, identity = channels.choose(case)
         metadata = [pair for pair in case.metadata if pair[0] not in dict(identity)] + list(identity)
         path, streams = path_of(case.method), case.method.server_streaming
@@ -357,8 +361,9 @@ class Fuzz:
         except grpc.aio.AioRpcError as failure:
             code = failure.code()
             name = code.name
-            typed = any(key == DETAILS_KEY for key, _ in failure.trailing_metadata() or ())
-            untyped = code is grpc.StatusCode.UNAVAILABLE and not typed
+            if is_from_grpc(failure) and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                name = _UNANSWERED
+            untyped = is_from_grpc(failure) and code is grpc.StatusCode.UNAVAILABLE
             if (code in _REFUSED and failure.details() != _CLIENT_GAVE_UP) or untyped:
                 outcome.failures.append(f"{name} {failure.details()}: seed {self.seed} {case}")
         outcome.codes[name] += 1
