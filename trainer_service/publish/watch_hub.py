@@ -118,6 +118,8 @@ class WatchHub:
         self._watchers[watcher.sampler_id] = watcher
         for run_id in {run_id for run_id, _ in watcher.held} & self._deleted:
             watcher.forget_run(run_id)
+        for key in watcher.held:
+            self._count_held(watcher, key)
         usable = self._newest_on_volume if watcher.needs_volume else self._newest
         for run_id, announcement in usable.items():
             if watcher.needs(served_model_from_proto(announcement.manifest.model)):
@@ -159,6 +161,7 @@ class WatchHub:
             self.remember_on_volume(announcement)
         for watcher in self._watchers.values():
             watcher.announce(announcement)
+            self._count_held(watcher, (model.run_id, model.version))
         return frozenset(self._watchers)
 
     def remember_on_volume(self, announcement: pb.Announcement) -> None:
@@ -188,6 +191,19 @@ class WatchHub:
                 self._refusals[key].pop(watcher.sampler_id, None)
             await self._notify()
         return watcher.sampler_id in self._acks.get(key, {})
+
+    def _count_held(self, watcher: Watcher, key: VersionKey) -> None:
+        """Count a version as acknowledged if the sampler holds the announced bytes.
+
+        Its acknowledgement may have been lost with an earlier watch, or with an earlier process of the trainer. It does
+        not send another.
+        """
+        announced = self._announced.get(key)
+        if announced and watcher.held.get(key) == announced:
+            run_id, version = key
+            ack = pb.Acknowledgement(run_id=run_id, version=version, sha256=announced, sampler_id=watcher.sampler_id)
+            self._acks[key].setdefault(watcher.sampler_id, ack)
+            self._refusals[key].pop(watcher.sampler_id, None)
 
     async def refuse(self, watcher: Watcher, refusal: pb.Refusal) -> None:
         """Record that a sampler could not load a version, or cannot load it yet."""

@@ -63,12 +63,38 @@ async def test_an_acknowledgement_of_other_bytes_is_a_refusal_and_no_lease():
     assert KEY in hub.leased()
 
 
-async def test_what_was_acknowledged_before_it_was_announced_does_not_end_a_publish():
+async def test_other_bytes_that_were_acknowledged_before_a_version_was_announced_do_not_end_its_publish():
     hub = WatchHub()
     watcher = await joined(hub)
     await hub.acknowledge(watcher, ack(THEIRS))
     assert KEY in hub.leased()
     hub.announce(announcement())
+    with pytest.raises(errors.AckTimeout):
+        await settled(hub)
+
+
+@pytest.mark.parametrize("policy", [AckPolicy.ANY, AckPolicy.ALL])
+@pytest.mark.parametrize("is_announced_first", [True, False])
+async def test_a_sampler_that_holds_a_version_when_it_watches_again_has_acknowledged_it(policy, is_announced_first):
+    hub = WatchHub()
+    await hub.leave(await joined(hub))  # the acknowledgement was lost with this watch
+    if is_announced_first:
+        hub.announce(announcement())
+    waiting = asyncio.create_task(hub.wait(KEY, policy, frozenset({"one"}), 30))
+    await asyncio.sleep(0)
+    await joined(hub, held={KEY: OURS})
+    if not is_announced_first:  # the trainer was started again, and the publish executes again
+        assert not waiting.done()
+        waiting.cancel()
+        waiting = asyncio.create_task(hub.wait(KEY, policy, hub.announce(announcement()), 30))
+    assert [(one.sampler_id, one.run_id, one.version, one.sha256) for one in await waiting] == [("one", *KEY, OURS)]
+
+
+@pytest.mark.parametrize("sha256", ["", THEIRS])
+async def test_a_sampler_that_holds_other_bytes_when_it_watches_again_has_acknowledged_nothing(sha256):
+    hub = WatchHub()
+    hub.announce(announcement())
+    await joined(hub, held={KEY: sha256})
     with pytest.raises(errors.AckTimeout):
         await settled(hub)
 
@@ -98,7 +124,7 @@ async def test_a_version_that_a_sampler_has_no_room_for_is_told_to_exist_and_who
     assert failure.value.metadata["version"] == "1"
     assert "one" in failure.value.metadata["missing"]
     await hub.acknowledge(watcher, ack())
-    assert len(await settled(hub, AckPolicy.ANY)) == 1
+    assert len(await settled(hub)) == 2
 
 
 async def test_a_refusal_for_good_is_told_in_the_samplers_words():
