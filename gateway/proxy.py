@@ -256,7 +256,8 @@ class Upstream:
         self.ready = False
         self.settled = asyncio.Event()
         """Set once the first connection attempt has succeeded or failed."""
-        self._channel = open_channel(target, tls)
+        # What a caller does not read has to wait in the service, and not here: any other channel receives all of it.
+        self._channel = open_channel(target, tls, bulk=True)
         self.unary: Callable[[str], UnaryCall] = cache(self._channel.unary_unary)
         """Returns the callable for a method with one request and one response."""
         self.response_stream: Callable[[str], ResponseStreamCall] = cache(self._channel.unary_stream)

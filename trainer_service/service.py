@@ -41,6 +41,7 @@ from trainer_service.publish.watch_hub import WatchHub
 from trainer_service.quotas import Quotas
 from trainer_service.recovery import Recovery
 from trainer_service.rpc.calls_in_progress import CallsInProgress
+from trainer_service.rpc.download_limit import DownloadLimit
 from trainer_service.rpc.trainer_servicer import TrainerServicer
 from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.run_lifecycle import RunLifecycle
@@ -133,7 +134,8 @@ class TrainerService:
         ).set_function(self._group.count)
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
-        return (CredentialInterceptor(self._settings.secret), self._calls)
+        downloads = DownloadLimit(self._settings.max_downloads_per_tenant)
+        return (CredentialInterceptor(self._settings.secret), self._calls, downloads)
 
     async def start(self, readiness: Readiness) -> None:
         self._readiness = readiness

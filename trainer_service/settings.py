@@ -56,6 +56,8 @@ class TrainerSettings(BackendSettings):
     """Largest rank that CreateRun accepts; keep it at or below every sampler's."""
     max_runs_per_tenant: int = Field(64, ge=1)
     """Most runs that a tenant may have at a time."""
+    max_downloads_per_tenant: int = Field(16, ge=1)
+    """Most checkpoints and versions that a tenant may be downloading at a time; its further downloads wait."""
     max_datums: int = Field(1024, ge=1)
     """Most datums in one ForwardBackward."""
     pack_tokens: int = Field(4096, ge=1)

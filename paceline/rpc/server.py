@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import gc
 import os
+import resource
 import signal
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ _log = get_logger(__name__)
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 _HANDSHAKE_MS = 20_000
 _MAX_METADATA_BYTES = 16 << 10
+_MOST_OPEN_FILES = 65_536
 
 _REFLECTION: str = reflection.SERVICE_NAME
 """The v1alpha service, which also describes itself."""
@@ -109,6 +111,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     """
     # Services and their processes write training data, so modes are 0600 and 0700 whatever the shell's umask is.
     os.umask(0o077)
+    _allow_open_files()
     configure_logging(service.name, settings.log_level, settings.log_format)
     # Otherwise the exiting interpreter looks for garbage in all that torch and vLLM imported, which takes seconds.
     atexit.register(gc.freeze)
@@ -146,6 +149,17 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     if readiness.failure:
         _log.error("failed", reason=readiness.failure)
         raise SystemExit(1)
+
+
+def _allow_open_files() -> None:
+    """Raise this process's limit of open files to what it may have.
+
+    Many systems start processes with a limit of 1,024, which `max_connections` alone would use up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def make_server(service: Service, settings: ServiceSettings, registry: CollectorRegistry) -> grpc.aio.Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -39,6 +40,8 @@ async def test_the_process_serves_and_ends_on_sigterm(tmp_path):
             method = channel.unary_unary("/paceline.gateway.v1.GatewayService/WhoAmI")
             reply = pb.WhoAmIResponse.FromString(await method(b"", wait_for_ready=True, timeout=PATIENCE))
         assert (reply.tenant, reply.key_name) == ("default", "")
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == min(hard, 65_536)
     finally:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=PATIENCE)
@@ -49,5 +52,6 @@ async def test_the_process_serves_and_ends_on_sigterm(tmp_path):
 def _gateway_process(folder, flags) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in [*sys.path, str(Path.cwd())] if path)
-    command = [sys.executable, "-m", "gateway", *flags]
+    # Many systems let a process open only 1,024 files until it asks for more.
+    command = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", sys.executable, "-m", "gateway", *flags]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)

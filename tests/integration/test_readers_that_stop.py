@@ -13,7 +13,7 @@ from support.fuzz.raw_http2 import DATA, Peer, frame
 from support.models.model_versions import RUN, publish_and_check
 from support.patience import PATIENCE
 from support.ports import free_port
-from support.stacks.gateway_stack import stack
+from support.stacks.gateway_stack import PART_BYTES, stack
 from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
 
 from paceline import errors
@@ -22,6 +22,7 @@ from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 pytest_plugins = ["support.stacks.sampler_fixtures"]
 
@@ -30,6 +31,8 @@ LONG = 3600.0
 SOON = 0.2
 NO_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 5)]
 """Channel options of a client that receives nothing before reading it."""
+MOST_UNREAD_BYTES = 8 << 20
+"""Most bytes of a download that nobody reads on: those in the gateway, and those on their way."""
 
 
 class Left(AroundInterceptor):
@@ -98,6 +101,30 @@ async def test_a_caller_of_the_gateway_that_stops_reading_frees_the_sampler(tmp_
         await call.read()
         await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
         assert isinstance(await read_to_the_end(call), errors.ReaderStalled)
+
+
+async def parts_sent(trainer) -> int:
+    """Return how many parts of downloads a trainer has sent, once it sends no more."""
+    before = -1
+    while before < trainer.parts:
+        before = trainer.parts
+        await asyncio.sleep(SOON)
+    return before
+
+
+async def test_a_download_that_nobody_reads_on_waits_in_the_trainer_and_not_in_the_gateway(tmp_path):
+    async with stack(tmp_path) as up:
+        request = trainer_pb.DownloadCheckpointRequest()
+        read = up.client.trainer.DownloadCheckpoint(request, metadata=up.auth)
+        for _ in range(200):  # by default gRPC would take the gateway's link to the trainer for a fast one by then
+            await read.read()
+        read.cancel()
+        before = await parts_sent(up.trainer)
+        async with grpc.aio.insecure_channel(up.client.address, options=NO_WINDOW) as channel:
+            unread = TrainerServiceStub(channel).DownloadCheckpoint(request, metadata=up.auth)
+            await unread.read()
+            assert (await parts_sent(up.trainer) - before) * PART_BYTES <= MOST_UNREAD_BYTES
+            unread.cancel()
 
 
 @asynccontextmanager

@@ -40,6 +40,8 @@ from paceline.types.v1 import model_pb2, quota_pb2
 from support.ports import free_port
 
 CREDENTIAL = "credential of the services"
+PART_BYTES = 1 << 20
+"""Bytes in a part of a download."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.server.max_pending_requests", 100_000),
@@ -51,11 +53,13 @@ _OPTIONS = (
 
 @dataclass
 class Trainer(TrainerServiceServicer):
-    """Answers GetRun with the caller's tenant, fails with `error` if set, and blocks in ListRuns."""
+    """Answers GetRun with the caller's tenant, or `error` if set, and blocks in ListRuns. Downloads never end."""
 
     error: errors.PacelineError | None = None
     metadata: dict[str, str | bytes] = field(default_factory=dict)
     remaining: float | None = None
+    parts: int = 0
+    """How many parts of downloads were sent."""
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -83,6 +87,11 @@ class Trainer(TrainerServiceServicer):
             await asyncio.Event().wait()
         finally:
             self.left.set()
+
+    async def DownloadCheckpoint(self, request, context):
+        while True:
+            yield trainer_pb.DownloadCheckpointResponse(data=bytes(PART_BYTES))
+            self.parts += 1
 
     async def ForwardBackward(self, request, context):
         return trainer_pb.ForwardBackwardResponse(metrics={"bytes:sum": request.ByteSize()})
