@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -224,17 +225,17 @@ class UnansweredCommands:
 
     async def settle(self, seconds: float) -> None:
         """Wait up to `seconds` until every command is answered, and log what is being waited for."""
-        clock, notice = asyncio.get_running_loop().time, _FIRST_NOTICE_SECONDS
+        clock = asyncio.get_running_loop().time
         deadline = clock() + (0 if self._is_closed else seconds)
-        while self._pending and (left := deadline - clock()) > 0:
+        notice = clock() + _FIRST_NOTICE_SECONDS
+        while self._pending and (now := clock()) < deadline:
+            if now >= notice:
+                message = "the client is closing: waiting up to %.0f s more for %s (Ctrl-C stops waiting)"
+                _log.warning(message, deadline - now, self._describe())
+                notice = now + _NOTICE_SECONDS
             self._change.clear()
-            try:
-                await asyncio.wait_for(self._change.wait(), min(notice, left))
-            except TimeoutError:
-                notice = _NOTICE_SECONDS
-                if self._pending:
-                    message = "the client is closing: waiting up to %.0f s more for %s (Ctrl-C stops waiting)"
-                    _log.warning(message, max(0.0, deadline - clock()), self._describe())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._change.wait(), min(notice, deadline) - now)
 
     def close(self) -> None:
         """Log the commands left unanswered and unreported failures; later `settle` calls do not wait."""

@@ -1,5 +1,7 @@
 """Futures: what they say of themselves, and to those that wait too short or forget to wait."""
 
+import asyncio
+import logging
 import pickle
 from concurrent.futures import Future
 from copy import copy
@@ -7,7 +9,8 @@ from copy import copy
 import pytest
 
 from paceline import errors
-from paceline.client.futures import PacelineFuture
+from paceline.client import futures
+from paceline.client.futures import PacelineFuture, Place, UnansweredCommands
 
 
 def test_a_wait_that_ends_too_early_says_after_how_long_and_that_the_call_goes_on():
@@ -33,3 +36,17 @@ def test_a_future_cannot_be_copied_or_pickled_and_says_so():
     for send in (copy, pickle.dumps):
         with pytest.raises(errors.Unsupported, match="send its result"):
             send(PacelineFuture(Future()))
+
+
+async def test_a_closing_client_says_what_it_waits_for_also_while_answers_arrive(monkeypatch, caplog):
+    monkeypatch.setattr(futures, "_FIRST_NOTICE_SECONDS", 0.1)
+    unanswered, loop = UnansweredCommands(), asyncio.get_running_loop()
+    answers = [Future() for _ in range(30)]
+    for number, answer in enumerate(answers):
+        unanswered.add(f"OptimStep {number}", Place(unanswered, number), answer, loop)
+    for number, answer in enumerate(answers):
+        loop.call_later(0.02 * number, answer.set_result, None)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        await unanswered.settle(60)
+    [notice] = caplog.messages
+    assert notice.startswith("the client is closing: waiting up to 60 s more for ")
