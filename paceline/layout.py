@@ -70,7 +70,8 @@ class CheckpointPath:
             or folder not in kinds
             or not _NAME.fullmatch(name)
         ):
-            raise errors.InvalidPath("is not of the form paceline://<run_id>/state|sampler/<name>", field=field)
+            message = "is not of the form paceline://<run_id>/state|sampler/<name>; list_checkpoints returns such paths"
+            raise errors.InvalidPath(message, field=field)
         return cls(run_id, kinds[folder], name)
 
     def __str__(self) -> str:

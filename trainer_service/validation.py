@@ -214,4 +214,5 @@ def _check_tokens(tokens: Array, field: str, vocab_size: int) -> None:
 def _check_range(value: float, field: str, low: float, high: float, *, high_open: bool = False) -> None:
     inside = low <= value < high if high_open else low <= value <= high
     if not inside:
-        raise errors.OutOfRange(f"is {value:g}; must be {low:g} to {high:g}", field=field)
+        top = "below" if high_open else "at most"
+        raise errors.OutOfRange(f"is {value:g}; must be at least {low:g} and {top} {high:g}", field=field)

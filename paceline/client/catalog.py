@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -53,6 +53,8 @@ class Catalog(Connected):
         `base_model` means the served one. Errors: InvalidArgument, UnknownField, SequenceTooLong, OutOfRange,
         Unsupported, EmptyBatch, ModelNotFound.
         """
+        if not isinstance(conversations, Iterable):
+            raise errors.InvalidArgument.of_type(conversations, "a list of conversations", "conversations")
         with sendable("conversations"):
             bodies = [json.dumps(_as_object(conversation)).encode() for conversation in conversations]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
+from numbers import Number
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -114,6 +115,8 @@ class Datum(ComparedByValue):
         second = _cast(as_tokens(completion, dtype, "completion"), dtype, "completion")
         if not first.size:
             raise EmptyBatch("holds no token; the completion's first token is predicted from it", field="prompt")
+        if len(first) + len(second) == 1:
+            raise EmptyBatch("holds no token, and prompt only one, so nothing is predicted", field="completion")
         tokens, head, tail = np.concatenate([first, second]), len(first) - 1, len(second)
         values: Mapping[str, Any] = per_token or {"weights": 1.0 if weight is None else weight}
         inputs: dict[str, Array] = {
@@ -337,11 +340,22 @@ def _from_torch(values: Any) -> Any:
 
 def _cast(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     """Return a copy in `dtype`. Raises InvalidDtype for what are no numbers of its kind, OutOfRange."""
+    if array.dtype.kind == "O":
+        raise _refusal_of_objects(array, dtype, field)
     if array.dtype.kind not in "biuf":
         raise InvalidDtype(f"holds {_describe(array)}; {_ENCODE if _is_text(array) else 'give numbers'}", field=field)
     if dtype.kind in "iu" and array.size:
         _check_integers(array, dtype, field)
     return array.astype(dtype)
+
+
+def _refusal_of_objects(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> InvalidArgument:
+    """Return the error of Python objects that numpy has no number for."""
+    wanted = "a list of token ids" if dtype.kind == "i" else "numbers"
+    others = [value for value in array.flat if not isinstance(value, Number)]
+    if not others:
+        return OutOfRange(f"holds an integer of more than 64 bits; give {wanted}", field=field)
+    return InvalidDtype(f"holds {type(others[0]).__name__}; give {wanted}", field=field)
 
 
 def _check_integers(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> None:

@@ -42,6 +42,7 @@ async def test_settings_of_no_optimizer_are_refused_and_the_classes_of_settings_
         (lambda client: client.delete_checkpoint(3), "path", "give a string"),
         (lambda client: client.download_checkpoint(3, "x"), "path", "give the path of a checkpoint"),
         (lambda client: client.render_conversations([], 3), "base_model", "give a string"),
+        (lambda client: client.render_conversations(None), "conversations", "give a list of conversations"),
         (lambda _: ServiceClient(3), "address", "give host:port"),
         (lambda _: ServiceClient(api_key=3), "api_key", "give the key"),
     ],

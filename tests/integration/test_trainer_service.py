@@ -163,7 +163,7 @@ ONES = np.ones(6, np.float32)
 BAD_BATCHES = {
     "empty batch": ([], "ppo", {}, errors.EmptyBatch, "data"),
     "unknown loss": ([DATUM], "reinforce", {}, errors.UnknownLoss, "loss_fn"),
-    "unknown setting": ([DATUM], "ppo", {"epsilon": 0.2}, errors.UnknownField, "loss_fn_config.epsilon"),
+    "unknown setting": ([DATUM], "ppo", {"epsilon": 0.2}, errors.UnknownField, "loss_fn_config[epsilon]"),
     "missing input": ([without_input("advantages")], "ppo", {}, errors.MissingField, "data[0].loss_inputs[advantages]"),
     "unknown input": ([with_input("rewards", ONES)], "ppo", {}, errors.UnknownField, "data[0].loss_inputs[rewards]"),
     "wrong dtype": (

@@ -88,7 +88,7 @@ class OnlineApi:
 
     async def _train(self, tenant: str, request: TrainRequest) -> dict[str, Any]:
         with self._rendering(tenant) as reserve:
-            examples = await self._examples(tenant, request.bodies(), reserve)
+            examples = await self._examples(tenant, request, reserve)
             async with self._names.setdefault((tenant, request.model), asyncio.Lock()):
                 learner = await self._begin(tenant, request)
                 model, rate = learner.model, request.learning_rate
@@ -132,17 +132,21 @@ class OnlineApi:
             for counter in counters:
                 counter.remove(tenant, held)
 
-    async def _examples(self, tenant: str, bodies: list[bytes], reserve: Reserve) -> list[NewExample]:
+    async def _examples(self, tenant: str, given: TrainRequest, reserve: Reserve) -> list[NewExample]:
         """Render conversations and reserve their bytes. Raises the trainer's errors, and those of `reserve`."""
 
         async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
             return await self._services.call(tenant, request, pb.RenderConversationsResponse, seconds=_SECONDS)
 
         examples = list[NewExample]()
-        async for rendered in render_all(call, bodies):
-            data = pb.ForwardBackwardRequest(data=rendered.data).SerializeToString(deterministic=True)
-            reserve(len(data))
-            examples.append(NewExample(sha256(data).digest(), len(rendered.data), data))
+        try:
+            async for rendered in render_all(call, given.bodies()):
+                data = pb.ForwardBackwardRequest(data=rendered.data).SerializeToString(deterministic=True)
+                reserve(len(data))
+                examples.append(NewExample(sha256(data).digest(), len(rendered.data), data))
+        except errors.PacelineError as error:
+            error.field = given.field_of(error.field)
+            raise
         return examples
 
     async def _begin(self, tenant: str, request: TrainRequest) -> Learner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -15,6 +15,11 @@ ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 Optimizer = Literal["apollo_mini", "apollo", "adamw", "adamw_8bit", "adamw_cpu", "adafactor"]
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _NAME = re.compile(r"(?:unknown|required) field `(.*?)`")
+_BODY = re.compile(r"conversations\[(\d+)\](?:\.messages\[([01])\])?")
+_WANTED = {
+    "model": "is 1 to 64 of A-Z a-z 0-9 _ . -",
+    "optimizer": f"is one of {', '.join(get_args(Optimizer))}",
+}
 T = TypeVar("T")
 
 
@@ -72,6 +77,13 @@ class TrainRequest(Struct, forbid_unknown_fields=True):
             raise errors.EmptyBatch("is empty, as is pairs; send one of them", field="conversations")
         return found
 
+    def field_of(self, place: str) -> str:
+        """Return the field that a place in `bodies`, as the trainer's errors name it, was made from."""
+        found = _BODY.match(place)
+        if found is None or (index := int(found[1]) - len(self.conversations)) < 0:
+            return place
+        return f"pairs[{index}]" + {"0": ".prompt", "1": ".response"}.get(found[2], "")
+
 
 class CheckpointRequest(Struct, forbid_unknown_fields=True):
     """Request of /checkpoint."""
@@ -91,9 +103,7 @@ def read(content: bytes, kind: type[T], place: str = "") -> T:
         field = ".".join(filter(None, (place, inside, name))).replace(".[", "[")
         if "unknown field" in text:
             raise errors.UnknownField("is not known; see docs/online.md", field=field) from problem
-        if field == "model":
-            raise errors.InvalidArgument("is 1 to 64 of A-Z a-z 0-9 _ . -", field=field) from problem
-        raise errors.InvalidArgument(_AT.sub("", text), field=field) from problem
+        raise errors.InvalidArgument(_WANTED.get(field) or _AT.sub("", text), field=field) from problem
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise errors.UnreadableMessage(f"the body is not JSON: {problem}"[:200]) from problem
 

@@ -44,7 +44,7 @@ def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float]:
     config = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise errors.InvalidArgument("must be a number", field=f"loss_fn_config.{name}")
+            raise errors.InvalidArgument("must be a number", field=f"loss_fn_config[{name}]")
         config[name] = value.number
     return config
 

@@ -39,10 +39,18 @@ def test_no_path_leads_out_of_the_volume(tail):
 
 @pytest.mark.parametrize(
     "path",
-    ["", "x", f"paceline://{RUN}", f"paceline://{RUN}/weights/a", "paceline://../state/a", f"http://{RUN}/state/a"],
+    [
+        "",
+        "x",
+        f"paceline://{RUN}",
+        f"paceline://{RUN}/weights/a",
+        "paceline://../state/a",
+        f"http://{RUN}/state/a",
+        f"tinker://{RUN}/weights/a",
+    ],
 )
 def test_what_is_no_checkpoint_path_is_refused(path):
-    with pytest.raises(errors.InvalidPath):
+    with pytest.raises(errors.InvalidPath, match="list_checkpoints returns such paths"):
         CheckpointPath.parse(path)
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from paceline import errors
-from paceline.types import Datum, ForwardBackwardSpec, ModelInfo
-from trainer_service.validation import check_batch
+from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, ModelInfo
+from trainer_service.validation import check_batch, check_lora
 
 MODEL = ModelInfo("tiny", 64, 100, "float32", 8, 2)
 
@@ -27,3 +27,10 @@ def test_a_datum_that_lacks_nothing_is_told_only_of_the_input_that_its_loss_does
     with pytest.raises(errors.UnknownField, match=r"it accepts [^;]*$") as caught:
         check_batch([datum], ForwardBackwardSpec("ppo"), MODEL, 1)
     assert caught.value.field == "data[0].loss_inputs[rewards]"
+
+
+def test_the_range_of_dropout_excludes_its_upper_end():
+    check_lora(LoraConfig(rank=8, alpha=16.0, dropout=0.99), MODEL)
+    with pytest.raises(errors.OutOfRange, match=r"is 1; must be at least 0 and below 1$") as caught:
+        check_lora(LoraConfig(rank=8, alpha=16.0, dropout=1.0), MODEL)
+    assert caught.value.field == "lora.dropout"

@@ -81,7 +81,7 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> ResolvedLoss:
     if low > high:
         raise OutOfRange(
             f"clip_low_threshold {low:g} is above clip_high_threshold {high:g}; swap or change them.",
-            field=f"loss_fn_config.{CLIP_LOW}",
+            field=f"loss_fn_config[{CLIP_LOW}]",
         )
     extra = tuple(key for key, setting in spec.required_with.items() if resolved[setting] > 0)
     thresholds = {key: resolved[key] for key in spec.overrides}
@@ -90,7 +90,7 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> ResolvedLoss:
 
 
 def _check_setting(spec: LossSpec, name: str, value: float) -> None:
-    field = f"loss_fn_config.{name}"
+    field = f"loss_fn_config[{name}]"
     if name not in spec.settings:
         known = ", ".join(spec.settings) or "none"
         raise UnknownField(f"{spec.name} has no such setting; it takes: {known}.", field=field)

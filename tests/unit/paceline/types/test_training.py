@@ -88,6 +88,7 @@ def test_other_arrays_keep_their_dtype_and_are_not_copied():
         (lambda: Datum.from_completion([1], "a"), errors.InvalidDtype, "completion"),
         (lambda: Datum.from_completion([1], np.array([0.5])), errors.InvalidDtype, "completion"),
         (lambda: Datum.from_completion([], [1]), errors.EmptyBatch, "prompt"),
+        (lambda: Datum.from_completion([1], []), errors.EmptyBatch, "completion"),
         (lambda: Datum.from_completion([1], [2, 3], advantage=1.0), errors.UnknownField, "advantage"),
         (lambda: Datum.from_completion([1], [2, 3], advantages=[1.0]), errors.InvalidShape, "advantages"),
         (lambda: Datum.from_completion([1], [2], weight=2.0, advantages=1.0), errors.InvalidArgument, "weight"),
@@ -135,6 +136,20 @@ def test_a_misspelt_input_is_told_the_right_name_and_one_of_a_loss_of_ones_own_i
     with pytest.raises(errors.UnknownField, match="did you mean advantages"):
         Datum.from_completion([1], [2], advantage=1.0)
     assert Datum.from_completion([1], [2], reward=1.0).loss_inputs["reward"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("values", [None, [None], [2**70, None]])
+def test_what_holds_no_numbers_is_told_to_be_token_ids(values):
+    with pytest.raises(errors.InvalidDtype, match="holds NoneType; give a list of token ids") as caught:
+        Datum.from_completion(values, [1])
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize("values", [[2**70], [1, -(2**70)]])
+def test_an_integer_of_more_than_64_bits_is_out_of_range(values):
+    with pytest.raises(errors.OutOfRange, match="integer of more than 64 bits") as caught:
+        Datum.from_completion(values, [1])
+    assert caught.value.field == "prompt"
 
 
 @pytest.mark.parametrize("text", ["Country:", ["Country:", "Capital:"], [["Country:"]], np.array(["Country:"])])

@@ -48,8 +48,10 @@ class Trainer:
             raise errors.MessageTooLarge("Received message larger than max")
         if isinstance(request, pb.RenderConversationsRequest):
             found = pb.RenderConversationsResponse()
-            for conversation in request.conversations:
+            for index, conversation in enumerate(request.conversations):
                 text = json.loads(conversation)["messages"][-1]["content"]
+                if not text:
+                    raise errors.InvalidArgument("is empty", field=f"conversations[{index}].messages[1].content")
                 found.conversations.add().data.add().model_input.data = text.encode()
             return found
         if isinstance(request, pb.CreateRunRequest):
@@ -159,6 +161,12 @@ async def test_an_example_above_the_trainers_limit_fails_and_those_behind_it_are
     trainer.most_bytes = 2 * LARGE
     assert (await train(app, LARGE))[1]["accepted"] == 1, "it had no effect"
     assert (await trained(app))["trained"] == 4
+
+
+async def test_a_pair_that_cannot_be_rendered_is_named_as_it_was_sent(app):
+    conversation = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
+    status, answer = await train(app, SMALL, 0, conversations=[conversation])
+    assert (status, answer["error"]["param"]) == (400, "pairs[1].response")
 
 
 async def test_a_batch_above_the_trainers_limit_is_split(app, trainer):

@@ -151,3 +151,10 @@ def test_samples_are_read_by_the_sdk():
 def test_prompts_that_are_none_are_refused(chunks, error):
     with pytest.raises(error):
         tensors.prompt_tokens(chunks)
+
+
+def test_a_setting_that_is_no_number_is_refused_by_its_name():
+    request = tinker_pb2.ForwardBackwardRequest(loss_fn_config_v2={"beta": {}})
+    with pytest.raises(errors.InvalidArgument) as caught:
+        tensors.forward_backward_request(request, "run", 7)
+    assert caught.value.field == "loss_fn_config[beta]"

@@ -331,4 +331,4 @@ def test_unknown_loss_and_bad_settings_are_named():
     ]:
         with pytest.raises(error) as caught:
             resolve_loss("ppo", config)
-        assert caught.value.field == f"loss_fn_config.{next(iter(config))}"
+        assert caught.value.field == f"loss_fn_config[{next(iter(config))}]"

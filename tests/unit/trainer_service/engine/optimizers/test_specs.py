@@ -8,8 +8,10 @@ from dataclasses import fields, replace
 import pytest
 
 from paceline.errors import OutOfRange
+from paceline.rpc.bounds import check_message
+from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.optimizers import OPTIMIZERS
-from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS, make_params, settings_of, spec_of
+from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS, Range, make_params, settings_of, spec_of
 
 BAD = {
     "learning_rate": (-1e-9, math.nan, math.inf),
@@ -55,6 +57,16 @@ def test_a_setting_outside_its_range_is_refused_by_name(name, setting):
         with pytest.raises(OutOfRange) as caught:
             OPTIMIZER_SPECS[name].check(replace(OPTIMIZERS[name](), **{setting: value}))
         assert caught.value.field == f"{name}.{setting}"
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [pair for pair in SETTINGS if OPTIMIZER_SPECS[pair[0]].ranges[pair[1]] == Range()]
+)
+@pytest.mark.parametrize("value", [-1e-9, 1e10])
+def test_negative_and_large_numbers_are_told_the_same_range(name, setting, value):
+    with pytest.raises(OutOfRange, match=r"must be from 0 to 1e\+06$") as caught:
+        check_message(pb.OptimStepRequest(**{name: {setting: value}}))
+    assert caught.value.field == f"{name}.{setting}"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
