@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
+from weakref import WeakSet
 
 from paceline import errors
 
@@ -17,11 +19,17 @@ class GrpcOwner:
 
     def __init__(self) -> None:
         self._pid: int | None = None
+        self._users: WeakSet[object] = WeakSet()
+        os.register_at_fork(after_in_child=self._keep_users)
 
-    def claim(self) -> None:
-        """Record that this process uses gRPC. Raises Forked if it was forked from a process that does."""
+    def claim(self, user: object) -> None:
+        """Record that this process uses gRPC. Raises Forked if it was forked from a process that does.
+
+        `user` holds its channel, which a forked process then never frees.
+        """
         self._pid = self._pid or os.getpid()
         self.check()
+        self._users.add(user)
 
     def check(self) -> None:
         """Raise Forked unless gRPC works in this process."""
@@ -35,6 +43,14 @@ class GrpcOwner:
     def is_here(self) -> bool:
         """Whether gRPC was started in this process, or in none of its ancestors."""
         return self._pid in {None, os.getpid()}
+
+    def _keep_users(self) -> None:
+        """In a forked process, keep what uses gRPC alive, even while the interpreter ends.
+
+        Freeing the last channel waits for gRPC's thread, and closing one for locks that such a thread may have held.
+        """
+        for user in self._users:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(user))
 
 
 OWNER = GrpcOwner()

@@ -51,7 +51,7 @@ class Transport:
     """One connection; all its calls run on THREAD."""
 
     def __init__(self, connection: Connection) -> None:
-        OWNER.claim()
+        OWNER.claim(self)
         self.connection = connection
         self.timeouts, self._retry = connection.timeouts, connection.retry
         key = connection.api_key

@@ -391,6 +391,21 @@ async def test_a_forked_process_is_refused_at_once_and_its_parent_goes_on(server
     assert (status, out, server.trainer.steps) == (0, "refused 3", 1), said
 
 
+async def test_a_forked_process_that_drops_its_parents_client_goes_on(server):
+    body = """
+import gc, signal
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    del client, training
+    gc.collect()
+    sys.exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    status, out, said = await run(server, body)
+    assert (status, out) == (0, "0\n"), said
+
+
 async def test_forked_processes_live_while_calls_of_their_parent_are_in_flight(server):
     body = """
 import time
