@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
-from numbers import Number
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -352,10 +352,10 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> NDArray[Any]
 def _refusal_of_objects(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> InvalidArgument:
     """Return the error of Python objects that numpy has no number for."""
     wanted = "a list of token ids" if dtype.kind == "i" else "numbers"
-    others = [value for value in array.flat if not isinstance(value, Number)]
-    if not others:
+    other = next((type(value) for value in array.flat if not isinstance(value, Integral)), None)
+    if other is None:
         return OutOfRange(f"holds an integer of more than 64 bits; give {wanted}", field=field)
-    return InvalidDtype(f"holds {type(others[0]).__name__}; give {wanted}", field=field)
+    return InvalidDtype(f"holds {other.__name__}; give {wanted}", field=field)
 
 
 def _check_integers(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> None:

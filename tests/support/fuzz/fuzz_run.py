@@ -361,10 +361,11 @@ class Fuzz:
         except grpc.aio.AioRpcError as failure:
             code = failure.code()
             name = code.name
-            if is_from_grpc(failure) and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            untyped = is_from_grpc(failure)
+            if untyped and code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 name = _UNANSWERED
-            untyped = is_from_grpc(failure) and code is grpc.StatusCode.UNAVAILABLE
-            if (code in _REFUSED and failure.details() != _CLIENT_GAVE_UP) or untyped:
+            lost = untyped and code is grpc.StatusCode.UNAVAILABLE
+            if lost or (code in _REFUSED and failure.details() != _CLIENT_GAVE_UP):
                 outcome.failures.append(f"{name} {failure.details()}: seed {self.seed} {case}")
         outcome.codes[name] += 1
         return name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import numpy as np
 import pytest
 import torch
@@ -145,7 +147,13 @@ def test_what_holds_no_numbers_is_told_to_be_token_ids(values):
     assert caught.value.field == "prompt"
 
 
-@pytest.mark.parametrize("values", [[2**70], [1, -(2**70)]])
+def test_a_number_that_numpy_does_not_know_is_named():
+    with pytest.raises(errors.InvalidDtype, match="holds Decimal; give numbers") as caught:
+        Datum.from_completion([1], [2], advantages=Decimal("0.5"))
+    assert caught.value.field == "advantages"
+
+
+@pytest.mark.parametrize("values", [[2**70], [1, -(2**70)], [2**70, np.int64(1)]])
 def test_an_integer_of_more_than_64_bits_is_out_of_range(values):
     with pytest.raises(errors.OutOfRange, match="integer of more than 64 bits") as caught:
         Datum.from_completion(values, [1])
