@@ -14,7 +14,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -31,6 +31,8 @@ _ORDER = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.int32, t
 _NAMES = dict(zip(_ORDER, ("U8", "I8", "F16", "BF16", "I32", "F32", "I64"), strict=True))
 _HEADER_ALIGNMENT = 8
 _COPY_ALIGNMENT = 64
+_BATCH_ELEMENTS = 1 << 23
+"""Elements that are gathered on a GPU before they are transferred: 32 MiB in float32."""
 
 
 class StagingMemory:
@@ -217,15 +219,20 @@ class AsyncSave:
 @torch.no_grad()
 def _copy_file(file: TensorFile, target: Tensor, ready: torch.cuda.Event | None) -> None:
     """Copy tensors one after another into `target` (uint8, exactly as many bytes)."""
+    copy = _copy_on_cpu if ready is None else partial(_copy_from_gpu, ready=ready)
     offset = 0
     for dtype, group in itertools.groupby(file.ordered, key=lambda item: file.dtype_of(item[1])):
-        pieces = [piece for _, tensor in group for piece in _pieces(tensor)]
-        sizes = [piece.numel() for piece in pieces]
-        end = offset + sum(sizes) * dtype.itemsize
-        copies = torch.split(target[offset:end].view(dtype), sizes)
-        pairs = zip(copies, pieces, strict=True)
-        _copy_pieces([copy if piece.dim() == 1 else copy.view(piece.shape) for copy, piece in pairs], pieces, ready)
+        tensors = [tensor for _, tensor in group]
+        end = offset + sum(map(Tensor.numel, tensors)) * dtype.itemsize
+        copy(target[offset:end].view(dtype), tensors)
         offset = end
+
+
+def _copy_on_cpu(target: Tensor, tensors: Sequence[Tensor]) -> None:
+    pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
+    copies = torch.split(target, [piece.numel() for piece in pieces])
+    pairs = zip(copies, pieces, strict=True)
+    torch._foreach_copy_([copy if piece.dim() == 1 else copy.view(piece.shape) for copy, piece in pairs], pieces)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
@@ -235,15 +242,37 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return (flat,) if tensor.numel() <= SERIAL_ELEMENTS else torch.split(flat, SERIAL_ELEMENTS)
 
 
-def _copy_pieces(targets: list[Tensor], sources: list[Tensor], ready: torch.cuda.Event | None) -> None:
-    if ready is None:
-        torch._foreach_copy_(targets, sources)
-        return
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def _copy_from_gpu(target: Tensor, tensors: Sequence[Tensor], ready: torch.cuda.Event) -> None:
+    """Copy in batches, each converted by one kernel and transferred at once.
+
+    An adapter has hundreds of tensors. While a sampler decodes on the same GPU, each kernel waits for its turn.
+    """
+    stream, filled = torch.cuda.Stream(), 0  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         stream.wait_event(ready)
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        for batch in _batches(tensors):
+            sizes = [piece.numel() for piece in batch]
+            gathered = torch.empty(sum(sizes), dtype=target.dtype, device=batch[0].device)
+            torch._foreach_copy_(torch.split(gathered, sizes), batch)
+            target[filled : filled + len(gathered)].copy_(gathered, non_blocking=True)
+            filled += len(gathered)
     stream.synchronize()
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut flattened tensors, in order, into lists of at most `_BATCH_ELEMENTS` together."""
+    batch: list[Tensor] = []
+    room = _BATCH_ELEMENTS
+    for tensor in tensors:
+        rest = tensor.reshape(-1)
+        while len(rest):
+            batch.append(rest[:room])
+            room, rest = room - len(batch[-1]), rest[room:]
+            if not room:
+                yield batch
+                batch, room = [], _BATCH_ELEMENTS
+    if batch:
+        yield batch
 
 
 def _event_now(files: Sequence[TensorFile]) -> torch.cuda.Event | None:
