@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -150,21 +150,21 @@ class OnlineApi:
         return examples
 
     async def _begin(self, tenant: str, request: TrainRequest) -> Learner:
-        """Return the learner of a model, creating the model if it does not exist. Raises the trainer's errors."""
+        """Return the learner of a model, creating the model if it does not exist. Raises the trainer's errors.
+
+        No sampler is asked about a model that has a run: it is trained also while none answers.
+        """
         model, old = self._store.model(tenant, request.model), None
         if model is not None and model.run_id:
             _check_is_same(model, request)
+            with suppress(errors.RunNotFound):
+                return await self._learner(model).begin()
+            model, old = None, model  # Its run was deleted, and with it the training on its examples.
         elif model is not None and _settings(request, model) != (model.optimizer, model.lora):
             model, old = None, model  # Its run was never created.
         optimizer, lora = _settings(request, model or old)
-        # An existing model is trained even if no sampler is available.
-        with suppress(errors.Unavailable) if model else nullcontext():
-            await self._check_serves(tenant, request.model, is_lora=bool(lora))
+        await self._check_serves(tenant, request.model, is_lora=bool(lora))
         base_model = await self._models.served(tenant, "")
-        if model is not None and model.run_id:
-            with suppress(errors.RunNotFound):
-                return await self._learner(model).begin(base_model)
-            model, old = None, model  # Its run was deleted, and with it the training on its examples.
         if model is None:
             if old is not None:
                 await self._close(old)

@@ -103,9 +103,10 @@ class Learner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def begin(self, base_model: str) -> Learner:
+    async def begin(self, base_model: str = "") -> Learner:
         """Create the model's run, or attach to it again if its training was stopped. Returns the learner.
 
+        `base_model` is that of a new run; empty means the one that the trainer serves.
         Raises the trainer's errors: RunNotFound if the run was deleted, RunStateLost if it cannot continue.
         """
         if self._can_train():

@@ -40,9 +40,10 @@ SETTINGS = {
 CONTEXT = 64
 """The model's context length: short, since a sample without `max_tokens` is as long as its context."""
 _IN_FLIGHT = 256
-_SECONDS = 3.0
+_SECONDS, _HTTP_SECONDS = 3.0, 60.0
+"""How long a call and a request may take beside others, on a machine that may be busy with more than them."""
 _SECONDS_ALONE = 90.0
-"""How long a call that was not answered in time may take when it is repeated alone: more than a publish waits for
+"""How long one that was not answered in time may take when it is repeated alone: more than a publish waits for
 acknowledgements if it does not say how long.
 """
 _MAX_HANGING = 5
@@ -68,7 +69,6 @@ _GRADIENTS = (
     "POST /v1/train/forward_backward",
 )
 """What steps need before them."""
-_HTTP_SECONDS = 60.0
 _STEPS = 6
 _REFUSED = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
 _UNANSWERED = "unanswered"
@@ -98,6 +98,8 @@ class _Channels:
     gateway: grpc.aio.Channel
     trainer: grpc.aio.Channel
     sampler: grpc.aio.Channel
+    edge: aiohttp.ClientSession
+    """The gateway's HTTP port."""
     tenant: str
     key: str
     credential: str
@@ -124,6 +126,10 @@ class _Makers:
     http: HttpCaseMaker
     runs: tuple[Owned, ...]
 
+    def make(self, number: int) -> Case | HttpCase:
+        """Make the case with this number."""
+        return self.http.make(number) if number % 6 == 5 else self.grpc.make(number)
+
 
 @dataclass
 class Fuzz:
@@ -142,7 +148,7 @@ class Fuzz:
         credential = (self.cluster.state / "credential").read_text().strip()
         trainer = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_TRAINER"]
         sampler = self.cluster.gateway.plan.environment["PACELINE_GATEWAY_SAMPLERS"]
-        unanswered: list[Case] = []
+        unanswered: list[Case | HttpCase] = []
         async with (
             paceline.ServiceClient(self.cluster.address, key) as service,
             self._http(key) as edge,
@@ -153,16 +159,13 @@ class Fuzz:
             makers = await self._makers(edge, service)
             # The trainer imports what renders on first use, and keeps it: a quarter of a GiB.
             await asyncio.to_thread(service.render_conversations, [json.loads(CONVERSATION)])
-            channels = _Channels(front, t, s, tenant, key, credential)
+            channels = _Channels(front, t, s, edge, tenant, key, credential)
             numbers = iter(range(first, first + cases))
 
             async def work() -> None:
                 for number in numbers:
-                    if number % 6 == 5:
-                        await self._request(edge, makers.http.make(number), outcome)
-                        continue
-                    case = makers.grpc.make(number)
-                    if await self._call(channels, case, outcome, _SECONDS) == _UNANSWERED:
+                    case = makers.make(number)
+                    if not await self._send(channels, case, outcome):
                         unanswered.append(case)
                     if number % max(1, cases // 10) == 0:
                         outcome.memory.append(self.memory())
@@ -182,7 +185,7 @@ class Fuzz:
             await _delete_runs(service)
             if cases >= ENOUGH_CASES and all_refused(outcome.accepted):
                 makers = await self._makers(edge, service)
-                await self._accept(channels, edge, service, makers, range(first, first + cases), outcome)
+                await self._accept(channels, service, makers, range(first, first + cases), outcome)
                 await _delete_runs(service)
         outcome.memory.append(self.memory())
         self._check_services(engines, outcome)
@@ -200,13 +203,19 @@ class Fuzz:
             if found != expected:
                 outcome.failures.append(f"the canary's results changed: {found}, alone {expected}")
 
-    async def _repeat(self, channels: _Channels, cases: list[Case], outcome: Outcome) -> None:
+    async def _send(self, channels: _Channels, case: Case | HttpCase, outcome: Outcome, *, alone: bool = False) -> bool:
+        """Send a case; return whether it was answered in time."""
+        if isinstance(case, HttpCase):
+            return await self._request(channels.edge, case, outcome, _SECONDS_ALONE if alone else _HTTP_SECONDS)
+        return await self._call(channels, case, outcome, _SECONDS_ALONE if alone else _SECONDS)
+
+    async def _repeat(self, channels: _Channels, cases: list[Case | HttpCase], outcome: Outcome) -> None:
         """Repeat, one after the other, cases that were not answered in time; note a failure for one that hangs."""
-        hanging = 0
+        hanging, repeated = 0, Outcome(failures=outcome.failures)
         for case in cases:
-            if path_of(case.method) in _WAITS:
+            if isinstance(case, Case) and path_of(case.method) in _WAITS:
                 continue
-            if await self._call(channels, case, Outcome(), _SECONDS_ALONE) == _UNANSWERED:
+            if not await self._send(channels, case, repeated, alone=True):
                 outcome.failures.append(f"not answered within {_SECONDS_ALONE:.0f} s: seed {self.seed} {case}")
                 hanging += 1
             if hanging == _MAX_HANGING:
@@ -215,7 +224,6 @@ class Fuzz:
     async def _accept(
         self,
         channels: _Channels,
-        edge: aiohttp.ClientSession,
         service: paceline.ServiceClient,
         makers: _Makers,
         numbers: range,
@@ -229,15 +237,12 @@ class Fuzz:
         for number in numbers:
             if not (refused := all_refused(outcome.accepted)):
                 return
-            case = makers.http.make(number) if number % 6 == 5 else makers.grpc.make(number)
+            case = makers.make(number)
             name = case.route if isinstance(case, HttpCase) else path_of(case.method)
             if not name.startswith((*refused, *_GRADIENTS)):
                 continue
             await _find(service, makers.runs)
-            if isinstance(case, HttpCase):
-                await self._request(edge, makers.http.make(number), repeated)
-            else:
-                await self._call(channels, makers.grpc.make(number), repeated, _SECONDS_ALONE)
+            await self._send(channels, makers.make(number), repeated, alone=True)
 
     def _engines(self) -> dict[str, set[int]]:
         return {name: set(service.engines()) for name, service in self.cluster.services.items()}
@@ -254,8 +259,7 @@ class Fuzz:
 
     def _http(self, key: str) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=32)
-        timeout = aiohttp.ClientTimeout(sock_connect=_HTTP_SECONDS, sock_read=_HTTP_SECONDS)
-        session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"X-API-Key": key})
+        session = aiohttp.ClientSession(connector=connector, headers={"X-API-Key": key})
         session._retry_connection = False  # else a GET whose connection the gateway drops is sent again unnoticed
         return session
 
@@ -298,8 +302,11 @@ class Fuzz:
         run = Owned(run_id, state, "", last_seq_id=2)
         return HttpOwned(session, made["model_id"], sampler["sampling_session_id"], metaclaw, saved["path"], run)
 
-    async def _request(self, edge: aiohttp.ClientSession, case: HttpCase, outcome: Outcome) -> None:
-        """Send a request; note a failure on an unexpected 5xx status, or on an error without an explanation in JSON."""
+    async def _request(self, edge: aiohttp.ClientSession, case: HttpCase, outcome: Outcome, seconds: float) -> bool:
+        """Send a request; return whether it was answered in time.
+
+        A failure is an unexpected 5xx status, an error without an explanation in JSON, or a lost connection.
+        """
         sent = edge.request(
             case.method,
             self._url(case.path),
@@ -307,13 +314,17 @@ class Fuzz:
             headers=case.headers,
             skip_auto_headers=["Content-Type"],
             allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(sock_connect=seconds, sock_read=seconds),
         )
         try:
             async with sent as answer:
                 status, text = answer.status, await answer.text(errors="replace")
+        except aiohttp.ServerTimeoutError:
+            outcome.codes[f"HTTP {_UNANSWERED}"] += 1
+            return False
         except (aiohttp.ClientError, TimeoutError) as error:
             outcome.failures.append(f"http case {case.number}, {case.method} {case.path[:80]}: {error!r}")
-            return
+            return True
         outcome.codes[f"HTTP {status}"] += 1
         future = _future(text) if status < 400 and case.method == "POST" and case.path != _CANCEL else None
         is_accepted = status < 400 if future is None else await self._succeeds(edge, case, future, outcome)
@@ -322,6 +333,7 @@ class Fuzz:
         if not is_known or (status >= 400 and "detail" not in text):
             text = f"{case.method} {case.path[:80]}: {status} {text[:200]}"
             outcome.failures.append(f"http case {case.number}, {text}")
+        return True
 
     async def _succeeds(self, edge: aiohttp.ClientSession, case: HttpCase, future: str, outcome: Outcome) -> bool:
         """Return whether what a request began succeeds soon; note a failure of the server's."""
@@ -334,8 +346,8 @@ class Fuzz:
             outcome.failures.append(f"http case {case.number}, {case.method} {case.path[:80]}: {found[:300]!r}")
         return answer.status < 400 and not found.startswith((b'{"error":', b'{"type":"try_again"'))
 
-    async def _call(self, channels: _Channels, case: Case, outcome: Outcome, seconds: float) -> str:
-        """Make a call; return the name of its status, or _UNANSWERED."""
+    async def _call(self, channels: _Channels, case: Case, outcome: Outcome, seconds: float) -> bool:
+        """Make a call; return whether it was answered in time."""
         channel, identity = channels.choose(case)
         metadata = [pair for pair in case.metadata if pair[0] not in dict(identity)] + list(identity)
         path, streams = path_of(case.method), case.method.server_streaming
@@ -368,7 +380,7 @@ class Fuzz:
             if lost or (code in _REFUSED and failure.details() != _CLIENT_GAVE_UP):
                 outcome.failures.append(f"{name} {failure.details()}: seed {self.seed} {case}")
         outcome.codes[name] += 1
-        return name
+        return name != _UNANSWERED
 
     def memory(self) -> int:
         """Return the resident bytes of the services and their children."""

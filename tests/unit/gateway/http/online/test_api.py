@@ -89,10 +89,17 @@ class Trainer:
 class Models:
     """A sampler that serves adapters of one base model."""
 
+    def __init__(self):
+        self.answers = asyncio.Event()
+        """Set while the sampler answers."""
+        self.answers.set()
+
     async def served(self, tenant, name):
+        await self.answers.wait()
         return "base"
 
     async def describe_sampler(self, tenant):
+        await self.answers.wait()
         return SimpleNamespace(model=None, serves="adapters")
 
     def base_names(self, info):
@@ -105,8 +112,13 @@ def trainer():
 
 
 @pytest.fixture
-async def api(trainer, tmp_path):
-    api = OnlineApi(trainer, Models(), tmp_path, 1 << 20, most_waiting_bytes=100 * LARGE)
+def models():
+    return Models()
+
+
+@pytest.fixture
+async def api(trainer, models, tmp_path):
+    api = OnlineApi(trainer, models, tmp_path, 1 << 20, most_waiting_bytes=100 * LARGE)
     yield api
     trainer.answers.set()
     await api.stop()
@@ -324,6 +336,14 @@ async def test_a_batch_whose_run_was_deleted_before_its_step_waits(app, trainer)
     assert (status["state"], status["waiting"], status["failed"]) == ("stopped", 1, 0)
     assert (await train(app, SMALL))[1]["duplicates"] == 1
     assert (await trained(app))["trained"] == 1
+
+
+async def test_a_model_is_trained_while_the_sampler_does_not_answer(app, models):
+    await train(app, SMALL)
+    models.answers.clear()
+    async with asyncio.timeout(PATIENCE):
+        assert (await train(app, SMALL + 1))[0] == 202
+        assert (await trained(app))["trained"] == 2
 
 
 async def test_a_first_request_that_is_refused_leaves_no_settings(app, trainer):
