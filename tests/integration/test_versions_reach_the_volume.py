@@ -311,33 +311,45 @@ async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_the
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_it_takes_one(trainer, monkeypatch):
-    publisher, run, tried = trainer.publisher, trainer.run, []
+    publisher, run, copies = trainer.publisher, trainer.run, trainer.publisher._copies
+    tried, at_once = [], set()
 
     def failing(source, _):
         tried.append(int(source.parent.name))
+        at_once.add(len(copies._in_progress))
         unreadable()
 
+    async def ended():
+        await asyncio.gather(*copies._tasks(run.run_id), return_exceptions=True)
+
+    async def try_five_times():
+        assert run.run_id in copies._timers, "it is tried again by itself"
+        tried.clear()
+        at_once.clear()
+        with monkeypatch.context() as soon:
+            soon.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.01)
+            copies._copy_next(run.run_id)
+            await asyncio.to_thread(wait_for, lambda: len(tried) >= 5)
+        copies._cancel_timer(run.run_id)
+        await ended()
+
     with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 3600.0)
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", failing)
         for _ in range(3):
             await trainer.commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
-        monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.1)
-        tried.clear()
-        publisher._copies._copy_next(run.run_id)
-        await asyncio.sleep(0.45)
-        assert tried == [3, 2, 1, 3, 2][: len(tried)]
-        assert len(tried) >= 2
+        await ended()
+        await try_five_times()
+        assert tried[:5] == [3, 2, 1, 3, 2]
+        assert at_once == {1}
         crash(trainer)
         shutil.rmtree(publisher._staging / run.run_id, ignore_errors=True)
         for version in (1, 2, 3):
             await publisher.recreate(run, version, version, "")
-        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
-        tried.clear()
-        await asyncio.sleep(0.45)
-        assert tried == [3, 2, 1, 3, 2][: len(tried)]
-        monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 60.0)
-        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+        await ended()
+        await try_five_times()
+        assert tried[:5] == [3, 2, 1, 3, 2]
+        assert at_once == {1}
         tried.clear()
         with pytest.raises(OSError, match="Input/output error"):
             await publisher.settled(run.run_id)
