@@ -377,7 +377,9 @@ class Fuzz:
             if untyped and code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 name = _UNANSWERED
             lost = untyped and code is grpc.StatusCode.UNAVAILABLE
-            if lost or (code in _REFUSED and failure.details() != _CLIENT_GAVE_UP):
+            if code is grpc.StatusCode.INTERNAL and failure.details() == _CLIENT_GAVE_UP:
+                name = "the client gave up"
+            elif lost or code in _REFUSED:
                 outcome.failures.append(f"{name} {failure.details()}: seed {self.seed} {case}")
         outcome.codes[name] += 1
         return name != _UNANSWERED
