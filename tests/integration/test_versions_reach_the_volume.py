@@ -108,6 +108,11 @@ def unreadable(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+async def copies_ended(trainer):
+    """Wait for the copies of the run's versions that are in progress, whether they succeed or not."""
+    await asyncio.gather(*trainer.publisher._copies._tasks(trainer.run.run_id), return_exceptions=True)
+
+
 @pytest.fixture(autouse=True)
 def leases_are_quiet():
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent when an open of the file blocks
@@ -272,14 +277,14 @@ async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
+        await copies_ended(trainer)
     assert not commander.version.exists()
     await publisher.settled(run_id)
     assert (commander.version / layout.WEIGHTS_FILE).exists()
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
+        await copies_ended(trainer)
     for _ in range(KEPT_VERSIONS):
         await commander.send(pb.PublishWeightsRequest, durable=True)
     await publisher.settled(run_id)
@@ -301,7 +306,7 @@ async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_the
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await trainer.commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
+        await copies_ended(trainer)
     await asyncio.to_thread(wait_for, (trainer.commander.version / layout.WEIGHTS_FILE).exists)
     await publisher.settled(run_id)
     size = sum(path.stat().st_size for path in publisher.find(trainer.run, 1).iterdir())
@@ -319,9 +324,6 @@ async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_
         at_once.add(len(copies._in_progress))
         unreadable()
 
-    async def ended():
-        await asyncio.gather(*copies._tasks(run.run_id), return_exceptions=True)
-
     async def try_five_times():
         assert run.run_id in copies._timers, "it is tried again by itself"
         tried.clear()
@@ -331,14 +333,14 @@ async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_
             copies._copy_next(run.run_id)
             await asyncio.to_thread(wait_for, lambda: len(tried) >= 5)
         copies._cancel_timer(run.run_id)
-        await ended()
+        await copies_ended(trainer)
 
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 3600.0)
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", failing)
         for _ in range(3):
             await trainer.commander.send(pb.PublishWeightsRequest)
-        await ended()
+        await copies_ended(trainer)
         await try_five_times()
         assert tried[:5] == [3, 2, 1, 3, 2]
         assert at_once == {1}
@@ -346,7 +348,7 @@ async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_
         shutil.rmtree(publisher._staging / run.run_id, ignore_errors=True)
         for version in (1, 2, 3):
             await publisher.recreate(run, version, version, "")
-        await ended()
+        await copies_ended(trainer)
         await try_five_times()
         assert tried[:5] == [3, 2, 1, 3, 2]
         assert at_once == {1}
@@ -367,7 +369,7 @@ async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer,
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         for _ in range(2):
             await commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+        await copies_ended(trainer)
     size = sum(path.stat().st_size for path in publisher.find(run, 1).iterdir())
     room = size + size // 2  # for one of them
 
@@ -403,7 +405,7 @@ async def test_a_copy_that_started_again_meanwhile_is_waited_for_too(trainer, mo
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await trainer.commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
+        await copies_ended(trainer)
     monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
     await trainer.commander.send(pb.PublishWeightsRequest)
     settling = asyncio.create_task(publisher.settled(run_id))
@@ -432,7 +434,7 @@ async def test_a_version_whose_name_was_not_synced_is_synced_again_or_superseded
 
     monkeypatch.setattr("trainer_service.publish.volume_copies.layout.sync_directory", sync_directory)
     await commander.send(pb.PublishWeightsRequest)
-    await asyncio.gather(*publisher._copies._tasks(run_id), return_exceptions=True)
+    await copies_ended(trainer)
     assert (commander.version.exists(), synced) == (True, [])
     if superseded:
         publisher._keep_versions = 1
@@ -533,7 +535,7 @@ async def test_a_deletion_waits_for_copies_that_start_again_meanwhile(trainer, m
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await trainer.commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*publisher._copies._tasks(run.run_id), return_exceptions=True)
+        await copies_ended(trainer)
     monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
     await trainer.commander.send(pb.PublishWeightsRequest)
     forgetting = asyncio.create_task(publisher.forget(run))
