@@ -18,6 +18,7 @@ from trainer_service.engine.loss.specs import (
     MASK,
     SEQUENCE_RATIO_MASK,
     TEMPERATURE,
+    TEMPERATURES,
     LossSpec,
     ResolvedLoss,
     resolve_loss,
@@ -123,7 +124,7 @@ def _check_datum(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo)
     _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
     _check_names(datum, field, spec, loss.required)
     _check_shapes(datum, field, spec)
-    _check_values(datum, field, spec, model)
+    _check_values(datum, field, loss, model)
     _check_sequence_mask(datum, f"{field}.loss_inputs[{SEQUENCE_RATIO_MASK}]")
     if spec.overrides:
         _check_thresholds(datum, field, spec, loss.config)
@@ -159,8 +160,8 @@ def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
             raise errors.InvalidShape(message, field=f"{field}.loss_inputs[{name}].shape")
 
 
-def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) -> None:
-    inputs = datum.loss_inputs
+def _check_values(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
+    spec, inputs = loss.spec, datum.loss_inputs
     for name in MASK_INPUTS & inputs.keys():
         if inputs[name].max() > 1:
             raise errors.OutOfRange("holds values other than 0 and 1", field=f"{field}.loss_inputs[{name}]")
@@ -169,14 +170,33 @@ def _check_values(datum: Datum, field: str, spec: LossSpec, model: ModelInfo) ->
     for name in sorted(spec.finite & inputs.keys()):
         if not np.isfinite(inputs[name][counted]).all():
             raise errors.NonFinite("holds NaN or infinity where the mask is 1", field=f"{field}.loss_inputs[{name}]")
-    if TEMPERATURE in inputs and (inputs[TEMPERATURE][counted] <= 0).any():
-        message = "holds a value that is not positive; leave it out, or send 1, for tokens that were sampled greedily"
-        raise errors.OutOfRange(message, field=f"{field}.loss_inputs[{TEMPERATURE}]")
-    weighted = counted & (inputs["advantages"] != 0) if "advantages" in inputs else counted
+    if TEMPERATURE in inputs:
+        _check_temperatures(inputs[TEMPERATURE][counted], f"{field}.loss_inputs[{TEMPERATURE}]")
     for name in sorted(spec.nonpositive & inputs.keys()):
-        if (inputs[name][weighted] > 0).any():
-            message = "holds a log-probability above 0 on a weighted position; send what the sampler returned"
+        if (inputs[name][_read(datum, name, loss)] > 0).any():
+            message = "holds a log-probability above 0 at a position that counts; send what the model returned"
+            if name in spec.read_everywhere:
+                message += f", and set {MASK} to 0 where there is none: {spec.name} reads it whatever the advantage"
             raise errors.PositiveLogprob(message, field=f"{field}.loss_inputs[{name}]")
+
+
+def _check_temperatures(temperatures: Array, field: str) -> None:
+    low, high = TEMPERATURES
+    if (temperatures <= 0).any():
+        message = "holds a value that is not positive; leave it out, or send 1, for tokens that were sampled greedily"
+        raise errors.OutOfRange(message, field=field)
+    if ((temperatures < np.float32(low)) | (temperatures > np.float32(high))).any():
+        raise errors.OutOfRange(f"holds a value below {low:g} or above {high:g}", field=field)
+
+
+def _read(datum: Datum, name: str, loss: ResolvedLoss) -> Array:
+    """Return where the loss reads an input of log-probabilities: bool, shape [N]."""
+    inputs, counted = datum.loss_inputs, _counted(datum)
+    with_advantage: Array = counted & (inputs["advantages"] != 0)
+    if name not in loss.spec.read_everywhere or name not in loss.required:
+        return with_advantage
+    chosen = inputs.get(SEQUENCE_RATIO_MASK)
+    return counted if chosen is None else with_advantage | (counted & (chosen != 0))
 
 
 def _check_sequence_mask(datum: Datum, field: str) -> None:

@@ -11,6 +11,7 @@ from paceline import codec, errors
 from paceline.client.commands import Outcome
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
+from paceline.types.training import ADVANTAGE_MEANS, ADVANTAGE_TOKENS
 
 MAX_DATUMS = 1024
 """Maximum number of datums in one request."""
@@ -122,8 +123,9 @@ def _size(datum: Datum) -> int:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the metrics of a batch's parts by their name's suffix: sum, min, max, or mean weighted by `tokens:sum`.
+    """Reduce the metrics of a batch's parts by their name's suffix: sum, min, max, or mean.
 
+    A mean is weighted by the positions that it covers: `tokens:sum`, or `advantage_tokens:sum` for `ADVANTAGE_MEANS`.
     Raises Internal for any other reduction if there are several parts.
     """
     if len(parts) == 1:
@@ -142,7 +144,8 @@ def _reduce(name: str, parts: Sequence[Mapping[str, float]]) -> float:
         case "max":
             return max(values)
         case "mean":
-            weights = [part.get("tokens:sum", 0.0) for part in present]
+            positions = ADVANTAGE_TOKENS if name in ADVANTAGE_MEANS else "tokens:sum"
+            weights = [part.get(positions, 0.0) for part in present]
             weighted = sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
             return weighted / (sum(weights) or 1.0)
         case reduction:

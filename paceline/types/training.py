@@ -24,6 +24,12 @@ TOKEN_INPUTS = frozenset({"target_tokens"})
 MASK_INPUTS = frozenset({"mask", "sequence_ratio_mask"})
 """Loss inputs that hold 0 or 1 (uint8)."""
 
+ADVANTAGE_TOKENS = "advantage_tokens:sum"
+"""Metric: the counted positions whose advantage is not 0."""
+
+ADVANTAGE_MEANS = frozenset({"ratio:mean", "kl:mean", "clip_fraction:mean"})
+"""Metrics that are means over those positions."""
+
 MULTI_TARGET_INPUTS = frozenset({"target_tokens", "weights"})
 """Loss inputs that may have a second dimension: K targets per position."""
 

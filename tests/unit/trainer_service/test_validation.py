@@ -1,5 +1,6 @@
 """Checks of a batch: what is refused says what the loss needs."""
 
+import numpy as np
 import pytest
 
 from paceline import errors
@@ -27,6 +28,47 @@ def test_a_datum_that_lacks_nothing_is_told_only_of_the_input_that_its_loss_does
     with pytest.raises(errors.UnknownField, match=r"it accepts [^;]*$") as caught:
         check_batch([datum], ForwardBackwardSpec("ppo"), MODEL, 1)
     assert caught.value.field == "data[0].loss_inputs[rewards]"
+
+
+def policy_datum(**inputs):
+    """Make a datum whose first position has no advantage and whose second has one."""
+    own = {"logprobs": [-1.0, -1.0], "advantages": [0.0, 1.0], **inputs}
+    values = {name: np.array(row, np.float32) for name, row in own.items()}
+    return Datum(np.array([1, 2], np.int32), {"target_tokens": np.array([2, 3]), **values})
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (ForwardBackwardSpec("grpo", {"kl_coef": 0.1}), "reference_logprobs"),
+        (ForwardBackwardSpec("dro"), "logprobs"),
+        (ForwardBackwardSpec("gspo"), "logprobs"),
+    ],
+)
+def test_a_placeholder_is_refused_where_a_loss_reads_it_without_an_advantage(spec, name):
+    good, bad = policy_datum(**{name: [-1.0, -1.0]}), policy_datum(**{name: [1e30, -1.0]})
+    check_batch([good], spec, MODEL, 1)
+    with pytest.raises(errors.PositiveLogprob, match=f"set mask to 0 .*{spec.loss_fn} reads it") as caught:
+        check_batch([bad], spec, MODEL, 1)
+    assert caught.value.field == f"data[0].loss_inputs[{name}]"
+    bad.loss_inputs["mask"] = np.array([0, 1], np.uint8)
+    check_batch([bad], spec, MODEL, 1)
+
+
+def test_a_placeholder_is_accepted_where_a_loss_does_not_read_it():
+    check_batch([policy_datum(logprobs=[1e30, -1.0])], ForwardBackwardSpec("ppo"), MODEL, 1)
+    unread = policy_datum(reference_logprobs=[1e30, -1.0])
+    check_batch([unread], ForwardBackwardSpec("grpo"), MODEL, 1)
+    chosen = policy_datum(logprobs=[1e30, -1.0])
+    chosen.loss_inputs["sequence_ratio_mask"] = np.array([0, 1], np.uint8)
+    check_batch([chosen], ForwardBackwardSpec("gspo"), MODEL, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-4, 1e30])
+def test_a_temperature_by_which_logits_cannot_be_divided_is_refused_whatever_the_advantage(temperature):
+    with pytest.raises(errors.OutOfRange) as caught:
+        check_batch([policy_datum(temperature=[temperature, 1.0])], ForwardBackwardSpec("ppo"), MODEL, 1)
+    assert caught.value.field == "data[0].loss_inputs[temperature]"
 
 
 def test_the_range_of_dropout_excludes_its_upper_end():

@@ -8,7 +8,7 @@ These functions receive only counted positions, sequence after sequence. Setting
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ class TokenLoss:
     """float32, shape [K], differentiable in lp."""
     means: dict[str, Tensor]
     """Statistics to average over tokens: name -> shape [K], detached."""
+    advantage_means: dict[str, Tensor] = field(default_factory=dict)
+    """Statistics to average over the positions whose advantage is not 0: name -> shape [K], detached, 0 elsewhere.
+
+    A position without an advantage may hold any placeholder as the sampler's log-probability.
+    """
 
 
 LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], TokenLoss]
@@ -38,14 +43,15 @@ def cross_entropy(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mapping[str
 
     For lp and weights of shape [K, M], with M targets per position, the loss is summed over the targets.
     """
-    return TokenLoss((-lp * inputs["weights"]).reshape(len(lp), -1).sum(1), {})
+    weights = inputs["weights"]
+    return TokenLoss((-_where(weights != 0, lp) * weights).reshape(len(lp), -1).sum(1), {})
 
 
 def importance_sampling(lp: Tensor, inputs: Mapping[str, Tensor], _config: Mapping[str, float]) -> TokenLoss:
     """-r A, the policy gradient corrected for the sampler's distribution."""
     log_ratio, advantages = lp - inputs["logprobs"], inputs["advantages"]
-    ratio = _exp_where(advantages != 0, log_ratio)
-    return TokenLoss(-ratio * advantages, _ratio_means(log_ratio))
+    ratio = _where(advantages != 0, log_ratio).exp()
+    return TokenLoss(-ratio * advantages, {}, _ratios(log_ratio, advantages))
 
 
 def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
@@ -55,8 +61,8 @@ def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -
     positions where clipping removes the gradient.
     """
     log_ratio = lp - inputs["logprobs"]
-    loss, clip_fraction = _surrogate(log_ratio, inputs, config)
-    return TokenLoss(loss, _ratio_means(log_ratio) | clip_fraction)
+    loss, clipped = _surrogate(log_ratio, inputs, config)
+    return TokenLoss(loss, {}, _ratios(log_ratio, inputs["advantages"], clipped))
 
 
 def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
@@ -64,19 +70,20 @@ def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float])
 
     clip_fraction counts positions whose ratio is outside the thresholds.
     """
-    log_ratio = (lp - inputs["logprobs"]).detach()
+    advantages = inputs["advantages"]
+    log_ratio = _where(advantages != 0, (lp - inputs["logprobs"]).detach())
     ratio = log_ratio.exp()
     weight = _clamp(ratio, inputs, config)
-    means = _ratio_means(log_ratio) | {"clip_fraction": (weight != ratio).float()}
-    return TokenLoss(-weight * lp * inputs["advantages"], means)
+    loss = -weight * _where(advantages != 0, lp) * advantages
+    return TokenLoss(loss, {}, _ratios(log_ratio, advantages, weight != ratio))
 
 
 def dro(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
     """-(lp A - beta/2 (lp - q)^2), direct reward optimisation: a quadratic pull towards q (arXiv 2405.19107)."""
-    log_ratio = lp - inputs["logprobs"]
-    penalty = 0.5 * config["beta"] * log_ratio.square()
-    means = _ratio_means(log_ratio) | {"squared_log_ratio": log_ratio.detach().square()}
-    return TokenLoss(penalty - lp * inputs["advantages"], means)
+    log_ratio, advantages = lp - inputs["logprobs"], inputs["advantages"]
+    squared = log_ratio.square()
+    means = {"squared_log_ratio": squared.detach()}
+    return TokenLoss(0.5 * config["beta"] * squared - lp * advantages, means, _ratios(log_ratio, advantages))
 
 
 def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
@@ -89,22 +96,23 @@ def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) 
     """
     log_ratio = (lp - inputs["logprobs"]).detach()
     log_sequence_ratio = _sequence_means(log_ratio, inputs.get(SEQUENCE_RATIO_MASK), inputs[SEQUENCE_LENGTHS])
-    loss, clip_fraction = _surrogate(log_sequence_ratio + (lp - lp.detach()), inputs, config)
-    means = _ratio_means(log_ratio) | clip_fraction | {"sequence_ratio": log_sequence_ratio.exp()}
-    return TokenLoss(loss, means)
+    loss, clipped = _surrogate(log_sequence_ratio + (lp - lp.detach()), inputs, config)
+    means = {"sequence_ratio": log_sequence_ratio.exp()}
+    return TokenLoss(loss, means, _ratios(log_ratio, inputs["advantages"], clipped))
 
 
 def grpo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> TokenLoss:
     """-min(r A, clamp(r, low, high) A) + kl_coef k3, GRPO (arXiv 2402.03300, eq. 3 and 4).
 
-    k3 = exp(ref - lp) - (ref - lp) - 1 with ref = `reference_logprobs`, which is read only if kl_coef > 0.
+    k3 = exp(ref - lp) - (ref - lp) - 1 with ref = `reference_logprobs`, which is read only if kl_coef > 0, and then
+    at every counted position, whatever its advantage.
     """
     policy = ppo(lp, inputs, config)
     if config["kl_coef"] == 0.0:
         return policy
     log_ratio = inputs["reference_logprobs"] - lp
     kl = log_ratio.expm1() - log_ratio
-    return TokenLoss(policy.loss + config["kl_coef"] * kl, policy.means | {"reference_kl": kl.detach()})
+    return TokenLoss(policy.loss + config["kl_coef"] * kl, {"reference_kl": kl.detach()}, policy.advantage_means)
 
 
 LOSSES: Mapping[str, LossFunction] = {
@@ -113,10 +121,8 @@ LOSSES: Mapping[str, LossFunction] = {
 """One function for each entry of LOSS_SPECS."""
 
 
-def _surrogate(
-    log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -min(r A, clamp(r, low, high) A) with r = exp(log_ratio), and the statistic clip_fraction.
+def _surrogate(log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Return -min(r A, clamp(r, low, high) A) with r = exp(log_ratio), and where it is clipped (bool).
 
     The clip applies where A > 0 and r > high, or A < 0 and r < low: the loss is constant there.
     """
@@ -124,16 +130,17 @@ def _surrogate(
     ratio = log_ratio.detach().exp()
     held = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     bound = torch.where(advantages > 0, high, low)
-    ratio = _exp_where((advantages != 0) & ~held, log_ratio)
-    return -torch.where(held, bound, ratio) * advantages, {"clip_fraction": held.float()}
+    ratio = _where((advantages != 0) & ~held, log_ratio).exp()
+    return -torch.where(held, bound, ratio) * advantages, held
 
 
-def _exp_where(used: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio) where it is used and 1 elsewhere.
+def _where(used: Tensor, values: Tensor) -> Tensor:
+    """Return the values where they are used and 0 elsewhere.
 
-    An unused ratio that overflows to infinity would otherwise make the loss or its derivative 0 * inf, which is NaN.
+    An unused value that is infinite, or whose exp is, would otherwise make the loss or its derivative 0 * inf, which is
+    NaN.
     """
-    return torch.where(used, log_ratio, 0.0).exp()
+    return torch.where(used, values, 0.0)
 
 
 def _clamp(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
@@ -155,11 +162,17 @@ def _sequence_means(values: Tensor, mask: Tensor | None, lengths: Tensor) -> Ten
     """Return, at each position, the mean of `values` over its sequence's positions where the mask is not 0."""
     # Reduces by segment and not with index_add, whose order differs from call to call on a GPU.
     chosen = torch.ones_like(values) if mask is None else (mask != 0).to(values)
-    total, count = (torch.segment_reduce(x.double(), "sum", lengths=lengths) for x in (values * chosen, chosen))
+    parts = (_where(chosen != 0, values), chosen)
+    total, count = (torch.segment_reduce(x.double(), "sum", lengths=lengths) for x in parts)
     return (total / count).to(values).repeat_interleave(lengths)
 
 
-def _ratio_means(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Return the ratio, and the k3 estimate of KL(sampler || learner), r - 1 - log r, on the sampler's tokens."""
-    log_ratio = log_ratio.detach()
-    return {"ratio": log_ratio.exp(), "kl": log_ratio.expm1() - log_ratio}
+def _ratios(log_ratio: Tensor, advantages: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the ratio, the k3 estimate of KL(sampler || learner), r - 1 - log r, and what is clipped.
+
+    All at the positions that have an advantage, which are the sampler's tokens.
+    """
+    chosen = advantages != 0
+    log_ratio = _where(chosen, log_ratio.detach())
+    means = {"ratio": _where(chosen, log_ratio.exp()), "kl": log_ratio.expm1() - log_ratio}
+    return means if clipped is None else means | {"clip_fraction": (clipped & chosen).float()}

@@ -12,7 +12,13 @@ MASK = "mask"
 """Loss input that every loss accepts: uint8, shape [N]; 0 excludes the position from loss, gradient and output."""
 
 TEMPERATURE = "temperature"
-"""Loss input that every loss accepts: float32, shape [N], above 0; the position's logits are divided by it."""
+"""Loss input that every loss accepts: float32, shape [N]; the position's logits are divided by it."""
+
+TEMPERATURES = (1e-3, 1e3)
+"""The lowest and the highest temperature. Logits divided by less may overflow, whatever the position's weight."""
+
+_LARGEST = 1e30
+"""The largest setting: float32 holds it, and its product with a loss."""
 
 SEQUENCE_RATIO_MASK = "sequence_ratio_mask"
 """Loss input of gspo: uint8, shape [N]; 0 excludes a counted position from the mean of the log ratio."""
@@ -43,6 +49,9 @@ class LossSpec:
     """Inputs that must be finite on counted positions."""
     nonpositive: frozenset[str]
     """Inputs that are log-probabilities: at most 0 on counted positions."""
+    read_everywhere: frozenset[str] = frozenset()
+    """Of these log-probabilities, those that are read whatever the advantage; others may be placeholders where it is 0.
+    """
     masks: tuple[str, ...] = ()
     """Optional inputs of 0 and 1 that select positions; without one, a datum's positions are all selected."""
     multi: frozenset[str] = frozenset()
@@ -98,6 +107,8 @@ def _check_setting(spec: LossSpec, name: str, value: float) -> None:
         raise NonFinite("must be a finite number.", field=field)
     if value < spec.settings[name].minimum:
         raise OutOfRange(f"must be at least {spec.settings[name].minimum:g}.", field=field)
+    if value > _LARGEST:
+        raise OutOfRange(f"must be at most {_LARGEST:g}.", field=field)
 
 
 def _policy_loss(
@@ -105,6 +116,7 @@ def _policy_loss(
     settings: Mapping[str, Setting],
     required_with: Mapping[str, str] | None = None,
     masks: tuple[str, ...] = (),
+    read_everywhere: tuple[str, ...] = (),
 ) -> LossSpec:
     required_with = required_with or {}
     overrides = tuple(setting for setting in (CLIP_LOW, CLIP_HIGH) if setting in settings)
@@ -115,6 +127,7 @@ def _policy_loss(
         settings=settings,
         finite=frozenset({"logprobs", "advantages", TEMPERATURE, *required_with, *overrides}),
         nonpositive=frozenset({"logprobs", *required_with}),
+        read_everywhere=frozenset({*read_everywhere, *required_with}),
         masks=masks,
         overrides=overrides,
         optional=(*required_with, *overrides, *masks, MASK, TEMPERATURE),
@@ -144,9 +157,9 @@ LOSS_SPECS: Mapping[str, LossSpec] = {
         _policy_loss("importance_sampling", {}),
         _policy_loss("ppo", _clip(0.8, 1.2)),
         _policy_loss("cispo", _clip(0.0, 4.0)),
-        _policy_loss("dro", {"beta": Setting(0.05)}),
+        _policy_loss("dro", {"beta": Setting(0.05)}, read_everywhere=("logprobs",)),
         # Section 5.1 of arXiv 2507.18071: clipping ranges 3e-4 and 4e-4.
-        _policy_loss("gspo", _clip(1 - 3e-4, 1 + 4e-4), masks=(SEQUENCE_RATIO_MASK,)),
+        _policy_loss("gspo", _clip(1 - 3e-4, 1 + 4e-4), masks=(SEQUENCE_RATIO_MASK,), read_everywhere=("logprobs",)),
         _policy_loss("grpo", {**_clip(0.8, 1.2), "kl_coef": Setting(0.0)}, {"reference_logprobs": "kl_coef"}),
     )
 }

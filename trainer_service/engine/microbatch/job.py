@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from paceline.errors import NonFiniteLoss
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
-from paceline.types.training import Array
+from paceline.types.training import ADVANTAGE_TOKENS, Array
 from trainer_service.engine import messages
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.loss.losses import SEQUENCE_LENGTHS
@@ -107,14 +107,21 @@ class Totals:
     """Elements of the gradient that are NaN or infinite; None until the gradient is complete."""
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
+    """Statistic -> its sum over `tokens`."""
+    with_advantage: int = 0
+    """Positions whose advantage is not 0."""
+    advantage_sums: dict[str, float] = field(default_factory=dict)
+    """Statistic -> its sum over `with_advantage`."""
 
     def add(self, other: Totals) -> None:
         """Add the sums of `other`."""
         self.tokens += other.tokens
         self.non_finite_positions += other.non_finite_positions
         self.loss += other.loss
-        for name, total in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + total
+        self.with_advantage += other.with_advantage
+        for mine, theirs in ((self.sums, other.sums), (self.advantage_sums, other.advantage_sums)):
+            for name, total in theirs.items():
+                mine[name] = mine.get(name, 0.0) + total
 
     def refuse_non_finite(self) -> None:
         """Raise NonFiniteLoss if the loss at any position, or any element of the gradient, is NaN or infinite."""
@@ -122,13 +129,18 @@ class Totals:
         if positions or elements:
             raise NonFiniteLoss(
                 f"the loss is NaN or infinite at {positions} positions, its gradient in {elements} elements; "
-                "nothing was added: look at the batch's logprobs, advantages and weights.",
+                "nothing was added: look at the batch's log-probabilities, advantages and weights, and mask positions "
+                "that hold placeholders.",
                 metadata={"positions": str(positions), "gradient_elements": str(elements)},
             )
 
     def metrics(self) -> dict[str, float]:
         """Return metrics, named `name:reduction`. Means over no tokens are omitted."""
         means = {f"{name}:mean": total / self.tokens for name, total in self.sums.items()}
+        if self.advantage_sums:
+            means[ADVANTAGE_TOKENS] = float(self.with_advantage)
+        if self.with_advantage:
+            means |= {f"{name}:mean": total / self.with_advantage for name, total in self.advantage_sums.items()}
         non_finite = {"nonfinite:sum": float(self.non_finite_positions)}
         if self.non_finite_elements is not None:
             non_finite["nonfinite_gradient:sum"] = float(self.non_finite_elements)

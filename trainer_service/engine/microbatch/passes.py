@@ -177,7 +177,7 @@ class PassExecutor:
                     losses = [_loss(part, own) for part, own in zip(rows, logprobs, strict=True)]
                 gradients = _gradients(rows, losses, self._shared.layer_inputs)
             return [
-                _Result(part.job, part.pack, own.detach().cpu().numpy(), _totals(loss), gradient)
+                _Result(part.job, part.pack, own.detach().cpu().numpy(), _totals(loss, part.pack), gradient)
                 for part, own, loss, gradient in zip(rows, logprobs, losses, gradients, strict=True)
             ]
 
@@ -276,15 +276,25 @@ def _loss(part: _Rows, logprobs: Tensor) -> TokenLoss:
     """Compute the weighted loss at a pack's counted positions."""
     spec, pack = part.job.spec, part.pack
     result = LOSSES[spec.loss_fn](logprobs, pack.loss_inputs, spec.loss_fn_config)
-    return TokenLoss(result.loss * pack.weights, result.means)
+    return replace(result, loss=result.loss * pack.weights)
 
 
-def _totals(token_loss: TokenLoss) -> Totals:
+def _totals(token_loss: TokenLoss, pack: Pack) -> Totals:
     """Sum over the positions of one pack."""
     loss = token_loss.loss.detach()
     positions = int(loss.isfinite().logical_not().sum())
-    sums = {name: values.double().sum().item() for name, values in token_loss.means.items()}
-    return Totals(loss.numel(), positions, loss=loss.double().sum().item(), sums=sums)
+    sums, advantage_sums = (
+        {name: values.double().sum().item() for name, values in means.items()}
+        for means in (token_loss.means, token_loss.advantage_means)
+    )
+    return Totals(
+        loss.numel(),
+        positions,
+        loss=loss.double().sum().item(),
+        sums=sums,
+        with_advantage=int(pack.loss_inputs["advantages"].count_nonzero()) if advantage_sums else 0,
+        advantage_sums=advantage_sums,
+    )
 
 
 def _gradients(

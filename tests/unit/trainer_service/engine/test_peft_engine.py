@@ -136,7 +136,27 @@ def test_ratio_metrics_are_token_means(make_engine):
     ]
     assert output.metrics["ratio:mean"] == pytest.approx(np.mean(np.concatenate(ratios)), rel=1e-4)
     means = {"ratio:mean", "kl:mean", "clip_fraction:mean"}
-    assert set(output.metrics) == {"loss:sum", "tokens:sum", "nonfinite:sum", *means}
+    assert set(output.metrics) == {"loss:sum", "tokens:sum", "advantage_tokens:sum", "nonfinite:sum", *means}
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "grpo"])
+def test_placeholders_without_a_mask_are_in_no_mean_and_no_gradient(engine, loss):
+    """Prompts have no mask, an advantage of 0, and whatever log-probability."""
+    data, expected = make_data((6, 9), masked=False), []
+    warmed(engine)
+    for placeholder in (-1.0, 0.0, -1e30, 1e30):
+        for datum in data:
+            datum.loss_inputs["advantages"][:4] = 0
+            datum.loss_inputs["logprobs"][:4] = placeholder
+        output = train(engine, loss=loss, data=data)
+        assert output.metrics["nonfinite_gradient:sum"] == 0
+        assert output.metrics["advantage_tokens:sum"] == 7
+        expected.append((output.metrics, gradients(engine)))
+        engine.optim_step("run", AdamParams(learning_rate=0.0))
+    for metrics, gradient in expected[1:]:
+        assert metrics == expected[0][0]
+        for name, values in expected[0][1].items():
+            torch.testing.assert_close(gradient[name], values, rtol=0, atol=0)
 
 
 def test_gradients_accumulate_until_the_step(engine):

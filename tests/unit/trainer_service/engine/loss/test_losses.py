@@ -94,7 +94,7 @@ def evaluate(name, lp, inputs, config=None):
     tensors[SEQUENCE_LENGTHS] = torch.tensor(inputs.get(SEQUENCE_LENGTHS, [len(lp)]))
     result = LOSSES[name](learner, tensors, resolved)
     (derivative,) = torch.autograd.grad(result.loss.sum(), learner)
-    means = {key: values.double().numpy() for key, values in result.means.items()}
+    means = {key: values.double().numpy() for key, values in (result.means | result.advantage_means).items()}
     return result.loss.detach().double().numpy(), derivative.double().numpy(), means
 
 
@@ -241,11 +241,41 @@ def test_a_clipped_ratio_that_overflows_has_the_loss_of_the_bound_and_no_gradien
     assert (loss[0], derivative[0]) == (pytest.approx(-2 * bound), 0.0)
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "grpo"])
-def test_a_placeholder_of_a_log_probability_is_harmless_where_the_advantage_is_zero(name):
-    lp, inputs = np.array([-1.0]), {"logprobs": np.array([-1000.0]), "advantages": np.zeros(1)}
-    loss, derivative, _ = evaluate(name, lp, inputs)
-    assert (loss[0], derivative[0]) == (0.0, 0.0)
+@pytest.mark.parametrize("placeholder", [0.0, -1000.0, 1e30, -1e30, -np.inf, np.nan])
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "grpo"])
+def test_a_placeholder_where_the_advantage_is_zero_changes_no_loss_no_gradient_and_no_mean(name, placeholder):
+    lp, inputs = batch()
+    unused = inputs["advantages"] == 0
+    expected = evaluate(name, lp, inputs)
+    inputs["logprobs"] = np.where(unused, placeholder, inputs["logprobs"])
+    loss, derivative, means = evaluate(name, lp, inputs)
+    np.testing.assert_array_equal(loss, expected[0])
+    np.testing.assert_array_equal(derivative, expected[1])
+    np.testing.assert_equal(means, expected[2])
+    assert unused.any()
+    assert all(np.isfinite(values).all() for values in means.values())
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "grpo"])
+def test_a_token_that_the_learner_cannot_give_is_harmless_where_it_has_no_weight(name):
+    lp, inputs = np.array([-1.0, -np.inf]), {"logprobs": np.array([-1.0, 0.0]), "advantages": np.array([1.0, 0.0])}
+    loss, derivative, means = evaluate(name, lp, {**inputs, "weights": inputs["advantages"]})
+    assert (loss[1], derivative[1]) == (0.0, 0.0)
+    assert all(np.isfinite(values).all() for values in means.values())
+
+
+@pytest.mark.parametrize("placeholder", [-1e30, 1e30, -np.inf, np.nan])
+def test_the_ratio_of_a_sequence_reads_only_the_positions_that_its_mask_chooses(placeholder):
+    lp, inputs = batch()
+    unused = inputs["advantages"] == 0
+    lengths = inputs[SEQUENCE_LENGTHS]
+    unused[np.cumsum(lengths) - lengths] = False
+    inputs["sequence_ratio_mask"] = (~unused).astype(np.float32)
+    expected = evaluate("gspo", lp, inputs)
+    inputs["logprobs"] = np.where(unused, placeholder, inputs["logprobs"])
+    found = evaluate("gspo", lp, inputs)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "gspo", "grpo"])
@@ -285,9 +315,10 @@ def test_negative_cross_entropy_weight_pushes_the_token_down():
 def test_means_of_ratio_and_k3(name):
     lp, inputs = batch()
     _, _, means = evaluate(name, lp, inputs)
-    log_ratio = lp - inputs["logprobs"]
-    np.testing.assert_allclose(means["ratio"], np.exp(log_ratio), rtol=1e-5)
-    np.testing.assert_allclose(means["kl"], np.exp(log_ratio) - 1 - log_ratio, rtol=1e-4, atol=1e-6)
+    log_ratio, chosen = lp - inputs["logprobs"], inputs["advantages"] != 0
+    np.testing.assert_allclose(means["ratio"], np.where(chosen, np.exp(log_ratio), 0), rtol=1e-5)
+    k3 = np.where(chosen, np.exp(log_ratio) - 1 - log_ratio, 0)
+    np.testing.assert_allclose(means["kl"], k3, rtol=1e-4, atol=1e-6)
     assert (means["kl"] >= -1e-7).all()
 
 
@@ -328,6 +359,7 @@ def test_unknown_loss_and_bad_settings_are_named():
         ({"clip_low_threshold": float("nan")}, NonFinite),
         ({"clip_low_threshold": -0.1}, OutOfRange),
         ({"clip_low_threshold": 1.3}, OutOfRange),
+        ({"clip_high_threshold": 1e300}, OutOfRange),
     ]:
         with pytest.raises(error) as caught:
             resolve_loss("ppo", config)
