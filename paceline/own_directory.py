@@ -39,10 +39,13 @@ class OwnDirectory:
 
 
 def _remove_unnamed(directory: Path) -> None:
-    """Remove a directory whose creator died before renaming it."""
+    """Remove a directory whose creator died before renaming it. A jump of the clock does not make a live one old."""
     with suppress(OSError):  # renamed or removed concurrently
         if time.time() - directory.stat().st_mtime > _NAMED_WITHIN_SECONDS:
-            shutil.rmtree(directory, ignore_errors=True)
+            if (directory / _LOCK).exists():
+                _remove_abandoned(directory)
+            else:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _remove_abandoned(directory: Path) -> None:

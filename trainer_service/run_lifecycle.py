@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 
 from paceline import errors, layout
 from paceline.background import Background, uninterrupted
@@ -117,7 +116,7 @@ class RunLifecycle:
                     base_model=self._engine.describe().name,
                     base_sha256=self._engine.describe().weights_sha256,
                     parameters=parameters,
-                    create_time=datetime.now(UTC),
+                    create_time=self._registry.next_create_time(),
                     trainable_parameters=made.trainable_parameters,
                     request_id=request_id,
                     request_digest=digest.hex(),

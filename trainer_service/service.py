@@ -7,7 +7,6 @@ import fcntl
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -22,6 +21,7 @@ from paceline.log import get_logger
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
+from paceline.steady_clock import SteadyClock
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.types import ModelCertificate, ModelInfo, PackingMode, RunState
 from paceline.waiting_bytes import WaitingBytes
@@ -54,6 +54,8 @@ from trainer_service.volume_files import check_volume
 
 _log = get_logger(__name__)
 
+_CLOCK_FILE = "clock.json"
+"""On the volume: how far the times to live of its checkpoints have come."""
 _RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 30.0
 """Delay between attempts to restart the engine: initial and maximum."""
 
@@ -74,7 +76,8 @@ class TrainerService:
         self._registry = RunRegistry(self._volume, storage, guard)
         self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, guard, waiting_bytes)
         QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
-        self._checkpoints = CheckpointStore(self._volume, failpoints, guard)
+        self._clock = SteadyClock()
+        self._checkpoints = CheckpointStore(self._volume, failpoints, guard, self._clock)
         self._hub = WatchHub()
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._hub)
@@ -141,6 +144,7 @@ class TrainerService:
         self._readiness = readiness
         check_volume(self._volume.root)
         self._lock = _lock_volume(self._volume.root)
+        self._clock.resume(self._volume.root / _CLOCK_FILE, counts_downtime=True)
         await self._registry.restore()
         for run in self._registry:
             if run.state is RunState.LOST:
@@ -274,7 +278,8 @@ class TrainerService:
         while True:
             await asyncio.sleep(self._settings.expiry_check_seconds)
             try:
-                for path in await self._checkpoints.delete_expired(datetime.now(UTC)):
+                await asyncio.to_thread(self._clock.save)
+                for path in await self._checkpoints.delete_expired():
                     _log.info("checkpoint expired", path=path)
             except OSError as error:  # affects the whole volume, for example no free descriptors
                 _log.error("expiring checkpoints failed; retrying", error=str(error))

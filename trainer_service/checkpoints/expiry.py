@@ -2,31 +2,48 @@
 
 `.expires-<name>` holds a JSON object: SHA-256 of a manifest.json -> time at which the checkpoint with this manifest
 expires. The time of a checkpoint that is about to replace another therefore applies to it alone, whether or not the
-replacement succeeds. A file that holds only a time applies to any checkpoint of that name.
+replacement succeeds.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 
 from paceline import layout
 from paceline.log import get_logger
+from paceline.steady_clock import SteadyClock
 
-_ANY = ""
-"""Key that matches the manifest of any checkpoint of the name."""
 _log = get_logger(__name__)
 
 
-def read(directory: Path, digest: str) -> datetime | None:
+class Expiry(msgspec.Struct, frozen=True):
+    """When a checkpoint expires. Both must be over, so that no jump of the wall clock deletes a checkpoint early."""
+
+    moment: datetime
+    """By the wall clock of when it was set; what people are told."""
+    steady: float
+    """By the trainer's steady clock."""
+
+    @classmethod
+    def after(cls, clock: SteadyClock, seconds: int) -> Expiry:
+        """Return the expiry that is this many seconds from now."""
+        moment = datetime.fromtimestamp(clock.wall(), UTC) + timedelta(seconds=seconds)
+        return cls(moment, clock.now() + seconds)
+
+    def is_over(self, clock: SteadyClock) -> bool:
+        """Return whether the checkpoint has expired."""
+        return self.moment.timestamp() <= clock.wall() and self.steady <= clock.now()
+
+
+def read(directory: Path, digest: str) -> Expiry | None:
     """Return when the checkpoint in `directory`, whose manifest has this digest, expires; None means never."""
-    moments = _read(directory)
-    return moments.get(digest, moments.get(_ANY))
+    return _read(directory).get(digest)
 
 
-def write(directory: Path, digest: str, moment: datetime | None, present: str | None = None) -> None:
+def write(directory: Path, digest: str, moment: Expiry | None, present: str | None = None) -> None:
     """Durably set when the checkpoint whose manifest has this digest expires; None means never.
 
     `present` is the digest of another checkpoint that has the name so far; its expiry does not change. Raises DiskFull.
@@ -53,16 +70,14 @@ def is_known(directory: Path) -> bool:
     return _file(directory).exists()
 
 
-def _read(directory: Path) -> dict[str, datetime]:
+def _read(directory: Path) -> dict[str, Expiry]:
     try:
         text = _file(directory).read_bytes()
     except FileNotFoundError:
         return {}
     try:
-        if not text.startswith(b"{"):
-            return {_ANY: datetime.fromisoformat(text.decode())}
-        return msgspec.json.decode(text, type=dict[str, datetime])
-    except (msgspec.MsgspecError, ValueError) as error:
+        return msgspec.json.decode(text, type=dict[str, Expiry])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         # A damaged expiry file must not cause an intact checkpoint to be deleted.
         _log.warning("expiry file damaged; the checkpoint is kept", file=str(_file(directory)), error=str(error))
         return {}

@@ -16,7 +16,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -27,10 +27,12 @@ from paceline.background import Background, uninterrupted
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
+from paceline.steady_clock import SteadyClock
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
 from paceline.weights.summary import summarize
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.checkpoints import expiry
+from trainer_service.checkpoints.expiry import Expiry
 from trainer_service.checkpoints.newest_states import NO_CHECKPOINT, NewestStates, StateCheckpoint
 from trainer_service.failpoints import NO_FAILPOINTS, Failpoints
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
@@ -58,9 +60,15 @@ class CheckpointStore:
     """Saves, finds, lists and deletes checkpoints. Every path is parsed and validated before it is used."""
 
     def __init__(
-        self, volume: layout.Volume, failpoints: Failpoints = NO_FAILPOINTS, guard: DiskGuard = NO_GUARD
+        self,
+        volume: layout.Volume,
+        failpoints: Failpoints = NO_FAILPOINTS,
+        guard: DiskGuard = NO_GUARD,
+        clock: SteadyClock | None = None,
     ) -> None:
+        """`clock` counts the time to live of checkpoints; without one, as long as this object exists."""
         self._volume = volume
+        self._clock = clock or SteadyClock()
         self._guard = guard
         self._failpoints = failpoints
         self._locks: WeakValueDictionary[CheckpointPath, asyncio.Lock] = WeakValueDictionary()
@@ -89,7 +97,7 @@ class CheckpointStore:
         fails leaves an existing checkpoint of that name unchanged.
         Raises CheckpointExists unless `overwrite`, DiskFull, OutOfRange for a TTL of 0.
         """
-        expire_time = _expire_time(ttl_seconds)
+        expires = self._expiry(ttl_seconds)
         final = self._volume.checkpoint(path)
         if (made := await self.find_made_by(path, seq_id)) is not None:
             return made
@@ -112,7 +120,7 @@ class CheckpointStore:
                 await naming.enter_async_context(self._lock(path))
                 _check_free(final, overwrite=overwrite)
                 self._failpoints.hit("before_checkpoint")
-                await asyncio.to_thread(_write_expiry, staging, final, expire_time)
+                await asyncio.to_thread(_write_expiry, staging, final, expires)
             self.newest_states.saved(path, seq_id)
             self._guard.measure(final)
             return await asyncio.to_thread(_describe, path, final)
@@ -240,22 +248,22 @@ class CheckpointStore:
 
         Raises CheckpointNotFound, OutOfRange, ChecksumMismatch if the checkpoint is damaged.
         """
-        expire_time = _expire_time(ttl_seconds)
+        expires = self._expiry(ttl_seconds)
         directory = self.find(path, identity)
         async with self._lock(path):
             with _found("path"):
                 made = await asyncio.to_thread(_read_whole, directory, summarize)
-                await asyncio.to_thread(expiry.write, directory, made.digest, expire_time)
+                await asyncio.to_thread(expiry.write, directory, made.digest, expires)
                 return await asyncio.to_thread(_describe, path, directory)
 
-    async def delete_expired(self, now: datetime) -> list[str]:
+    async def delete_expired(self) -> list[str]:
         """Delete all expired checkpoints; return their paths. Failures are logged."""
         deleted = []
         for path in await asyncio.to_thread(self._with_expiry):
             directory = self._volume.checkpoint(path)
             async with self._lock(path):
                 try:
-                    if await asyncio.to_thread(_is_expired, directory, now):
+                    if await asyncio.to_thread(self._is_expired, directory):
                         await asyncio.to_thread(layout.remove_directory, directory)
                         self.newest_states.removed(path)
                         self._guard.measure(directory)
@@ -272,6 +280,17 @@ class CheckpointStore:
                 if expiry.is_known(self._volume.checkpoint(path)):
                     known.append(path)
         return known
+
+    def _is_expired(self, directory: Path) -> bool:
+        expires = expiry.read(directory, _read_whole(directory, summarize).digest)
+        return expires is not None and expires.is_over(self._clock)
+
+    def _expiry(self, ttl_seconds: int | None) -> Expiry | None:
+        if ttl_seconds is None:
+            return None
+        if not 0 < ttl_seconds <= 100 * 365 * 86400:
+            raise errors.OutOfRange("must be 1 second to 100 years; leave it unset for never", field="ttl_seconds")
+        return Expiry.after(self._clock, ttl_seconds)
 
     def _lock(self, path: CheckpointPath) -> asyncio.Lock:
         return self._locks.setdefault(path, asyncio.Lock())
@@ -347,11 +366,6 @@ def _is_made_by(directory: Path, seq_id: int) -> bool:
         return False
 
 
-def _is_expired(directory: Path, now: datetime) -> bool:
-    moment = expiry.read(directory, _read_whole(directory, summarize).digest)
-    return moment is not None and moment <= now
-
-
 def _seal(directory: Path, describe: Callable[[Path], pb.Manifest], kind: CheckpointKind) -> None:
     manifest = describe(directory)
     weights.write_manifest(directory, manifest)
@@ -359,7 +373,7 @@ def _seal(directory: Path, describe: Callable[[Path], pb.Manifest], kind: Checkp
         weights.write_sums(directory, manifest)
 
 
-def _write_expiry(staging: Path, final: Path, moment: datetime | None) -> None:
+def _write_expiry(staging: Path, final: Path, moment: Expiry | None) -> None:
     """Record the expiry of the checkpoint in `staging` before it becomes `final`; the present `final` keeps its own."""
     present = None
     with suppress(FileNotFoundError, NotADirectoryError, errors.ChecksumMismatch):
@@ -386,7 +400,7 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
             size_bytes=_size_of(opened),
             sha256=made.sha256,
             create_time=made.create_time,
-            expire_time=expiry.read(directory, made.digest),
+            expire_time=expires.moment if (expires := expiry.read(directory, made.digest)) else None,
         )
 
     try:
@@ -405,11 +419,3 @@ def _size_of(directory: Path) -> int:
 def _check_free(final: Path, *, overwrite: bool) -> None:
     if final.exists() and not overwrite:
         raise errors.CheckpointExists("a checkpoint of this name exists; choose another or overwrite", field="name")
-
-
-def _expire_time(ttl_seconds: int | None) -> datetime | None:
-    if ttl_seconds is None:
-        return None
-    if not 0 < ttl_seconds <= 100 * 365 * 86400:
-        raise errors.OutOfRange("must be 1 second to 100 years; leave it unset for never", field="ttl_seconds")
-    return datetime.now(UTC) + timedelta(seconds=ttl_seconds)

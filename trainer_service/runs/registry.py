@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,15 @@ class RunRegistry:
     def tenants(self) -> list[str]:
         """Return the tenants that have runs."""
         return list({record.tenant for record in self._runs.values()})
+
+    def next_create_time(self) -> datetime:
+        """Return the time for a new run: now, or after that of each run, so that the order of creation is kept.
+
+        The wall clock may have been set back since.
+        """
+        newest = max((record.create_time for record in self._runs.values()), default=None)
+        now = datetime.now(UTC)
+        return now if newest is None else max(now, newest + timedelta(microseconds=1))
 
     def find_request(self, tenant: str, request_id: str) -> RunRecord | None:
         """Return the run that a CreateRun request created."""

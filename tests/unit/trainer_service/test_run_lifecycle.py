@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from datetime import timedelta
 from threading import Event
 from types import SimpleNamespace
 
@@ -91,6 +92,13 @@ async def test_a_run_is_made_once_when_its_caller_leaves_while_it_is_written(lif
     assert lifecycle._engine.made == [record.run_id]
     assert [folder.name for folder in volume.runs.iterdir()] == [record.run_id]
     assert {"journal", "run.json", "run.copy.json"} <= {path.name for path in volume.run(record.run_id).iterdir()}
+
+
+async def test_a_run_that_is_made_after_another_is_newer_though_the_clock_was_set_back(lifecycle):
+    first = await lifecycle.create_run(TEAM, *REQUEST)
+    first.create_time += timedelta(seconds=1_000)  # the clock was ahead then
+    second = await lifecycle.create_run(TEAM, "another", *REQUEST[1:])
+    assert second.create_time > first.create_time
 
 
 async def test_an_attachment_whose_caller_left_does_not_undo_the_next_one(lifecycle, volume, monkeypatch):

@@ -8,16 +8,18 @@ import itertools
 import json
 import os
 import shutil
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.clocks import FakeMachine
 
 from paceline import errors, layout, weights
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, CheckpointPath
 from paceline.rpc.identity import Identity
+from paceline.steady_clock import SteadyClock
 from paceline.types import CheckpointKind
 from trainer_service.checkpoints.store import CheckpointStore, Writer
 
@@ -64,8 +66,13 @@ def volume(tmp_path: Path) -> layout.Volume:
 
 
 @pytest.fixture
-def store(volume) -> CheckpointStore:
-    return CheckpointStore(volume)
+def machine() -> FakeMachine:
+    return FakeMachine()
+
+
+@pytest.fixture
+def store(volume, machine) -> CheckpointStore:
+    return CheckpointStore(volume, clock=SteadyClock(machine.machine()))
 
 
 def expiry_times(store: CheckpointStore) -> dict[str, datetime | None]:
@@ -154,7 +161,7 @@ async def test_listing_shows_a_checkpoint_all_the_time_that_it_is_overwritten(st
     await overwriting
 
 
-async def test_an_overwrite_that_fails_leaves_the_old_checkpoint_and_its_time(store):
+async def test_an_overwrite_that_fails_leaves_the_old_checkpoint_and_its_time(store, machine):
     async def write_what_cannot_be_synced(directory: Path) -> None:
         await write_adapter(directory)
         (directory / "folder").mkdir()
@@ -166,35 +173,69 @@ async def test_an_overwrite_that_fails_leaves_the_old_checkpoint_and_its_time(st
         with pytest.raises(OSError, match="directory"):
             await save(store, name, overwrite=True, ttl_seconds=1, write=write_what_cannot_be_synced)
     assert expiry_times(store) == before
-    assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=60)) == []
+    machine.pass_time(60)
+    assert await store.delete_expired() == []
 
 
-async def test_what_overwrites_has_a_time_of_its_own(store):
+async def test_what_overwrites_has_a_time_of_its_own(store, machine):
     await save(store, "forever", ttl_seconds=1)
     await save(store, "forever", overwrite=True)
     await save(store, "short")
     short = await save(store, "short", overwrite=True, ttl_seconds=10)
     assert expiry_times(store)["forever"] is None
-    assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=60)) == [str(short)]
+    machine.pass_time(60)
+    assert await store.delete_expired() == [str(short)]
     assert expiry_times(store) == {"forever": None}
 
 
-async def test_a_time_that_an_older_trainer_wrote_holds(store, volume):
-    path = await save(store, "old")
-    expiry = volume.checkpoint(path).parent / ".expires-old"
-    moment = datetime(2030, 1, 1, tzinfo=UTC)
-    expiry.write_text(moment.isoformat())
-    assert expiry_times(store) == {"old": moment}
-    assert await store.delete_expired(moment) == [str(path)]
-    assert not expiry.exists()
+@pytest.mark.parametrize("step", [1_000, -1_000])
+@pytest.mark.parametrize("when", ["after the save", "before the save, and back after it"])
+async def test_a_jump_of_the_wall_clock_deletes_nothing_early(store, machine, step, when):
+    if when == "after the save":
+        path = await save(store, "timed", ttl_seconds=60)
+        machine.wall += step
+    else:
+        machine.wall += step
+        path = await save(store, "timed", ttl_seconds=60)
+        machine.wall -= step
+    machine.pass_time(59)
+    assert await store.delete_expired() == []
+    machine.pass_time(1_001)  # no later than by either clock
+    assert await store.delete_expired() == [str(path)]
 
 
-@pytest.mark.parametrize("text", ["", "{", "2026-13-01", '{"x": 3}', "\udcff"])
-async def test_a_damaged_time_keeps_its_checkpoint_and_lets_others_go(store, volume, text):
+@pytest.mark.parametrize("is_turned_off", [False, True])
+async def test_a_time_to_live_goes_on_while_the_trainer_is_away_as_long_as_the_machine_runs(
+    volume, tmp_path, machine, is_turned_off
+):
+    def restarted() -> tuple[CheckpointStore, SteadyClock]:
+        clock = SteadyClock(machine.machine())
+        clock.resume(tmp_path / "clock.json", counts_downtime=True)
+        return CheckpointStore(volume, clock=clock), clock
+
+    first, _ = restarted()
+    path = await save(first, "timed", ttl_seconds=60)
+    machine.pass_time(40)
+    if is_turned_off:
+        machine.reboot(seconds_off=1_000)
+    again, clock = restarted()
+    machine.pass_time(19)
+    assert await again.delete_expired() == []
+    machine.pass_time(1)
+    assert await again.delete_expired() == ([] if is_turned_off else [str(path)])
+    clock.save()
+    again, _ = restarted()
+    machine.pass_time(40)
+    assert await again.delete_expired() == ([str(path)] if is_turned_off else [])
+
+
+@pytest.mark.parametrize("text", ["", "{", "2026-12-01T00:00:00+00:00", '{"x": 3}', "\udcff"])
+async def test_a_damaged_time_keeps_its_checkpoint_and_lets_others_go(store, volume, machine, text):
     damaged = volume.checkpoint(await save(store, "damaged", ttl_seconds=1))
     going = await save(store, "going", ttl_seconds=1)
     (damaged.parent / ".expires-damaged").write_text(text, errors="surrogateescape")
-    assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=60)) == [str(going)]
+    machine.pass_time(60)
+    assert await store.delete_expired() == [str(going)]
     assert expiry_times(store) == {"damaged": None}
 
 
@@ -238,7 +279,9 @@ async def test_a_damaged_checkpoint_is_shown_to_its_owner_and_can_be_deleted_and
 
 
 @pytest.mark.parametrize("damage", ["manifest", "deleted", "expired"])
-async def test_a_runs_newest_state_is_the_last_in_the_order_of_its_commands_that_can_be_loaded(store, volume, damage):
+async def test_a_runs_newest_state_is_the_last_in_the_order_of_its_commands_that_can_be_loaded(
+    store, volume, machine, damage
+):
     state = CheckpointKind.STATE
     assert (await store.newest_states.find(RUN_ID)).path == ""
     late = await save(store, "late", seq_id=3, kind=state)
@@ -254,7 +297,8 @@ async def test_a_runs_newest_state_is_the_last_in_the_order_of_its_commands_that
     elif damage == "deleted":
         await store.delete(first, OWNER)
     else:
-        assert await store.delete_expired(datetime.now(UTC) + timedelta(seconds=61)) == [str(first)]
+        machine.pass_time(61)
+        assert await store.delete_expired() == [str(first)]
     assert (await store.newest_states.find(RUN_ID)).path == str(late)
 
 

@@ -165,7 +165,7 @@ async def test_a_folder_that_cannot_be_searched_keeps_no_other_run_from_being_se
             assert registry.get(OTHER, TEAM).sequencer.last_seq_id == 5
         found = list(volume.checkpoints())
         assert CheckpointPath(OTHER, CheckpointKind.STATE, "best") in found
-        assert await CheckpointStore(volume).delete_expired(datetime.now(UTC)) == []
+        assert await CheckpointStore(volume).delete_expired() == []
     async with registry_of(volume) as registry:
         assert registry.get(RUN, TEAM).sequencer.last_seq_id == 5
 
