@@ -142,8 +142,8 @@ def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
 
 def read_sums(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by name, as the directory's sums list them. Raises FileNotFoundError."""
-    lines = (directory / SUMS_FILE).read_text(errors="replace").splitlines()
-    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    lines = (directory / SUMS_FILE).read_text(errors="replace").rstrip("\n").split("\n")
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines if line)}
 
 
 def find_damaged(directory: Path) -> str | None:

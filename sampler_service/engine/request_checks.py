@@ -108,7 +108,7 @@ def check_constraint(params: SamplingParams) -> None:
                 "cannot be set beside json_schema or regex, which say where a completion ends", field=f"params.{name}"
             )
     if params.json_schema:
-        _check_schema(params.json_schema)
+        check_schema(params.json_schema, "params.json_schema")
     if _groups(params.regex) > MAX_NESTING:
         raise InvalidArgument(_TOO_MANY_GROUPS, field="params.regex")
 
@@ -134,16 +134,18 @@ def check_tag(text: str, field: str) -> None:
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
-def _check_schema(text: str) -> None:
-    _check_nesting(text, "params.json_schema")
+def check_schema(text: str, field: str) -> None:
+    """Refuse a JSON Schema of which a part would not be enforced. Raises InvalidArgument, OutOfRange."""
+    check_length(text, field)
+    _check_nesting(text, field)
     try:
         schema = json.loads(text)
-        if not isinstance(schema, dict):
-            raise _refused("must be a JSON object")
-        for part in _subschemas(schema):
-            _check_keywords(part)
     except ValueError as error:
-        raise _refused("is not JSON") from error
+        raise InvalidArgument("is not JSON", field=field) from error
+    if not isinstance(schema, dict):
+        raise InvalidArgument("must be a JSON object", field=field)
+    for part in _subschemas(schema):
+        _check_keywords(part, field)
 
 
 def _check_nesting(text: str, field: str) -> None:
@@ -182,15 +184,17 @@ def _check_size(schema: dict[str, Any], field: str) -> None:
         raise InvalidArgument(message, field=field)
 
 
-def _check_keywords(schema: dict[str, Any]) -> None:
-    _check_size(schema, "params.json_schema")
+def _check_keywords(schema: dict[str, Any], field: str) -> None:
+    _check_size(schema, field)
     if ignored := _NOT_ENFORCED & schema.keys():
-        raise _refused(f"has {min(ignored)}, which is not enforced; leave it out")
+        raise InvalidArgument(f"has {min(ignored)}, which is not enforced; leave it out", field=field)
     if "type" not in schema and (ignored := _NEED_A_TYPE & schema.keys()):
-        raise _refused(f"has {min(ignored)} without a type, which is not enforced; give the type")
+        message = f"has {min(ignored)} without a type, which is not enforced; give the type"
+        raise InvalidArgument(message, field=field)
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise _refused("has a $ref that is not a path within the schema, such as #/$defs/name")
+        message = "has a $ref that is not a path within the schema, such as #/$defs/name"
+        raise InvalidArgument(message, field=field)
 
 
 def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -213,7 +217,3 @@ def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 def _map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
     value = schema.get(keyword)
     return value if isinstance(value, dict) else {}
-
-
-def _refused(message: str) -> InvalidArgument:
-    return InvalidArgument(message, field="params.json_schema")

@@ -58,7 +58,7 @@ def process(log, command, **environment):
 
 def metrics(folder):
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
 @pytest.mark.parametrize("temperature", ["1.0", "0.7"])

@@ -63,8 +63,8 @@ class Loop:
     def metrics(self):
         """Return the lines that it has logged."""
         found = []
-        with suppress(FileNotFoundError, ValueError):  # its last line may be incomplete
-            for line in self._metrics.read_text().splitlines():
+        with suppress(FileNotFoundError, ValueError), self._metrics.open() as lines:  # its last line may be incomplete
+            for line in lines:
                 found.append(json.loads(line))  # noqa: PERF401
         return found
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 
 import httpx
+import jsonschema
 import openai
 import pytest
-from support.models.tiny_models import make_tiny_llama
+from support.models.tiny_models import CHAT_TEMPLATE, make_tiny_llama, make_tokenizer
 from support.stacks.cluster import Cluster, wait_for
 
 import paceline
@@ -27,12 +29,17 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
 
+NO_SPACE = {str(make_tokenizer().encode(space)[0]): -100 for space in " \t\n\r"}
+"""A bias against space between the tokens of JSON, of which random models write much."""
+TEMPLATE = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHAT_TEMPLATE
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("openai")
-    cluster = Cluster.make(
-        folder / "state", make_tiny_llama(folder / "model"), engine="vllm", PACELINE_GATEWAY_HTTP_ALIASES="gpt-nothing"
-    )
+    model = make_tiny_llama(folder / "model", context=1024)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    cluster = Cluster.make(folder / "state", model, engine="vllm", PACELINE_GATEWAY_HTTP_ALIASES="gpt-nothing")
     with cluster.running():
         yield cluster
 
@@ -58,6 +65,19 @@ def run(cluster):
             training.publish_weights(durable=True).result()
         checkpoint = training.save_weights_for_sampler("mine").result().path
         return training.run_id, checkpoint
+
+
+def headers(cluster):
+    return {"Authorization": f"Bearer {cluster.api_key}"}
+
+
+def events_of(address, cluster, path, body):
+    """Return a stream's events, as a client reads them that takes every end of a line in Unicode for one."""
+    answer = httpx.post(f"{address}{path}", json=body | {"stream": True}, headers=headers(cluster), timeout=60)
+    assert answer.status_code == 200, answer.text
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
 
 
 def greedy(client, model, **more):
@@ -136,6 +156,32 @@ def test_a_chat_and_its_stream_say_the_same(client, run):
     assert all(len(token.top_logprobs) == 3 for token in whole.choices[0].logprobs.content)
 
 
+LINE_ENDS = "a\nb\rc\r\nd\x0be\x0cf\x1cg\x1dh\x1ei\x85j\u2028k\u2029l\x00m\x7fn\ufeffo\U0001f6b4 data: [DONE]\n\np"
+"""Everything at which some reader of a stream splits lines, and what else one may stumble over."""
+
+
+def test_every_character_passes_every_streaming_door(cluster, address):
+    constraint = {"structured_outputs": {"choice": [LINE_ENDS]}, "max_tokens": 200}
+    chat, tool = {**constraint, "messages": MESSAGES, "logprobs": True}, copy.deepcopy(TOOL)
+    tool["function"]["parameters"]["properties"] = {"ok": {"const": LINE_ENDS}}
+    forced = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    forced |= {"max_tokens": 400, "logit_bias": NO_SPACE}
+
+    def told(path, body, part):
+        chunks = events_of(address.removesuffix("/v1"), cluster, path, {"model": "model"} | body)
+        assert chunks[-1]["choices"][0]["finish_reason"] in {"stop", "tool_calls"}
+        return "".join(part(chunk["choices"][0]) or "" for chunk in chunks)
+
+    def arguments(choice):
+        return "".join(call["function"].get("arguments") or "" for call in choice["delta"].get("tool_calls") or ())
+
+    for door in ("", "/weights/model"):
+        echo = {**constraint, "prompt": LINE_ENDS, "echo": True}
+        assert told(f"{door}/v1/completions", echo, lambda choice: choice["text"]) == 2 * LINE_ENDS
+        assert told(f"{door}/v1/chat/completions", chat, lambda choice: choice["delta"].get("content")) == LINE_ENDS
+        assert json.loads(told(f"{door}/v1/chat/completions", forced, arguments)) == {"ok": LINE_ENDS}
+
+
 def test_n_seed_stop_and_logprobs(client):
     asked = {
         "model": "model",
@@ -177,16 +223,96 @@ def test_answers_are_of_a_schema(client):
     assert chosen.choices[0].text in {"yes", "no"}
 
 
-def test_a_tool_that_is_demanded_is_called(client):
-    answer = client.chat.completions.create(
-        model="model",
-        messages=MESSAGES,
-        tools=[TOOL],
-        tool_choice={"type": "function", "function": {"name": "look"}},
-        max_completion_tokens=200,
-        seed=1,
-    )
-    assert answer.choices[0].message.tool_calls[0].function.name == "look"
+NUMBER = {"type": "integer", "minimum": 1, "maximum": 99}
+SIDE = {"enum": ["left", "right"]}
+OBJECTS = {
+    "plain": SCHEMA,
+    "reference": {"$ref": "#/$defs/Turn", "$defs": {"Turn": {**SCHEMA, "properties": {"ok": {"$ref": "#/$defs/Side"}}},
+                                                    "Side": SIDE}},
+    "branches": {"anyOf": [SCHEMA, {**SCHEMA, "properties": {"far": NUMBER}, "required": ["far"]}]},
+    "nested": {**SCHEMA, "properties": {"ok": {**SCHEMA, "properties": {"ok": {"type": "array", "items": SIDE,
+                                                                              "minItems": 2, "maxItems": 2}}}}},
+    "untyped": {"properties": {"ok": SIDE}, "required": ["ok"]},
+    "empty": {},
+    "none": None,
+}  # fmt: skip
+"""Schemas of arguments, each of which a random model soon completes."""
+
+
+def calls_of(client, *, stream, **body):
+    """Return each choice's calls: name and arguments."""
+    asked = {"model": "model", "messages": MESSAGES, "max_completion_tokens": 160, "logit_bias": NO_SPACE, **body}
+    if not stream:
+        choices = client.chat.completions.create(**asked).choices
+        assert all(choice.finish_reason in {"stop", "tool_calls"} for choice in choices)
+        return [
+            [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] for choice in choices
+        ]
+    found = {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            assert not choice.delta.content
+            calls = found.setdefault(choice.index, {})
+            for call in choice.delta.tool_calls or ():
+                name, arguments = calls.get(call.index, ("", ""))
+                calls[call.index] = name + (call.function.name or ""), arguments + (call.function.arguments or "")
+    return [[calls[index] for index in sorted(calls)] for _, calls in sorted(found.items())]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_call_that_is_demanded_has_arguments_of_its_schema(client, kind, stream):
+    schema = OBJECTS[kind]
+    named = {"type": "function", "function": {"name": "look"}}
+    for choice, strict in ((named, {}), ("required", {"strict": False})):
+        function = {"name": "look", **({} if schema is None else {"parameters": schema}), **strict}
+        tools = [{"type": "function", "function": function}]
+        body = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": choice == named, "n": 2}
+        for (name, text), *others in calls_of(client, stream=stream, **body):
+            assert (name, others) == ("look", [])
+            arguments = json.loads(text)
+            assert isinstance(arguments, dict)
+            jsonschema.validate(arguments, schema or {"additionalProperties": False})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_tools_each_call_has_the_arguments_of_its_own(client, stream):
+    schemas = {"see": SCHEMA, "go": {**SCHEMA, "properties": {"ok": NUMBER}}, "rest": {}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schemas[name]}} for name in schemas]
+    found = set()
+    for calls in calls_of(client, stream=stream, tools=tools, tool_choice="required", n=16, parallel_tool_calls=False):
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[name] or {"additionalProperties": False})
+            found.add(name)
+    assert found == {*schemas}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"type": "string"}, "schema of objects"),
+        ({"type": ["object", "null"]}, "schema of objects"),
+        ({"anyOf": [SCHEMA, {"type": "null"}]}, "schema of objects"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "schema of objects"),
+        ({"type": "object", "not": {}}, "has not, which is not enforced"),
+        ("x", "must be a JSON Schema"),
+    ],
+)
+def test_parameters_that_no_call_could_be_held_to_are_refused(client, parameters, message):
+    tools = [TOOL, {"type": "function", "function": {"name": "other", "parameters": parameters}}]
+    body = {"model": "model", "messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+    with pytest.raises(openai.BadRequestError, match=message) as refusal:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert refusal.value.param == "tools[1].function.parameters"
+
+
+def test_a_model_that_shall_not_call_tools_is_shown_none(client):
+    def prompt(**body):
+        asked = {"model": "model", "messages": MESSAGES, "max_completion_tokens": 1, **body}
+        return client.chat.completions.create(**asked, extra_body={"return_token_ids": True}).prompt_token_ids
+
+    assert prompt(tools=[TOOL], tool_choice="none") == prompt()
+    assert prompt(tools=[TOOL], tool_choice="required") == prompt(tools=[TOOL]) != prompt()
 
 
 @pytest.mark.parametrize(
@@ -215,10 +341,10 @@ def test_what_is_not_served_is_refused_by_its_name(client, body, field, kind):
 
 def test_prompt_and_answer_fill_the_context_that_the_model_has_and_no_more(client):
     ask = {"model": "model", "max_tokens": 40, "extra_body": {"ignore_eos": True}}
-    assert client.completions.create(prompt=[120] * 500, **ask).usage.total_tokens == 512
-    with pytest.raises(openai.BadRequestError, match="512") as refusal:
-        client.completions.create(prompt=[120] * 600, **ask)
-    assert "513" not in str(refusal.value)
+    assert client.completions.create(prompt=[120] * 1000, **ask).usage.total_tokens == 1024
+    with pytest.raises(openai.BadRequestError, match="1024") as refusal:
+        client.completions.create(prompt=[120] * 1100, **ask)
+    assert "1025" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -440,10 +440,14 @@ def _shut_down(llm: AsyncLLM) -> None:
 
 
 def _prepare_environment() -> None:
-    """Set options that vLLM reads only from the environment: no usage reports, processes by spawn."""
+    """Set options that vLLM reads only from the environment.
+
+    No usage reports, processes by spawn, and grammars of tool calls.
+    """
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") != "0":
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION lets anyone who reaches vLLM's sockets run code; unset it")
     os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    os.environ["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "1"
     # vLLM has two model runners and uses the second if it finds Triton. The handling of adapters, seeds, filters and
     # log-probabilities here was tested with the first.
     os.environ.setdefault(RUNNER_VARIABLE, "0")

@@ -38,8 +38,11 @@ from sampler_service.engine.request_checks import check_tokens
 from sampler_service.engine.vllm.grammar import check_constraint_of
 from sampler_service.engine.vllm.grammar_process import GrammarProcess
 from sampler_service.engine.vllm.params import lora_request
+from sampler_service.engine.vllm.tools import tool_use
 
 _DATA, _DONE = "data: ", "[DONE]"
+_LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
+"""What ends a line in Unicode but may be in JSON unescaped; many clients split streams there, as Python does."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class _Call:
     """Model name in the response."""
     sampling: int = 0
     """Number of its prompts that tokens are sampled for, or will be."""
+    demands: str = ""
+    """The field that demands tool calls which match their schemas; empty if none does."""
     failure: BaseException | None = None
     """The original error from the engine, which the layer replaces by its own wording."""
 
@@ -67,15 +72,56 @@ class TextServer:
         models = _Models(engine, [BaseModelPath(name=info.name, model_path=info.name)])
         self._info = info
         self._grammars = grammars
-        shared: dict[str, Any] = {"enable_auto_tools": bool(tool_parser), "tool_parser": tool_parser or None}
-        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
-        renderer = OnlineRenderer(engine.model_config, llm.renderer, request_logger=None, **template, **shared)
-        self._chat = OpenAIServingChat(
-            engine, models, "assistant", online_renderer=renderer, request_logger=None, **template, **shared
-        )
+        renderer, self._chat = self._make_chat(llm, engine, models, tool_parser, "auto")
+        _, self._constrained_chat = self._make_chat(llm, engine, models, tool_parser, "parameter")
         self._completion = OpenAIServingCompletion(
-            engine, models, online_renderer=renderer, request_logger=None, return_tokens_as_token_ids=False
+            engine,
+            models,
+            online_renderer=renderer,
+            request_logger=None,
+            return_tokens_as_token_ids=False,
+            enable_prompt_tokens_details=False,
+            enable_force_include_usage=False,
+            enable_per_request_metrics=False,
         )
+
+    @staticmethod
+    def _make_chat(
+        llm: AsyncLLM, engine: Any, models: OpenAIServingModels, tool_parser: str, tool_strict_level: str
+    ) -> tuple[OnlineRenderer, OpenAIServingChat]:
+        """Return vLLM's renderer and server of chats. Every option is set, since defaults may change.
+
+        `tool_strict_level`: auto holds calls to the schemas of tools that are `strict`, parameter to those of all.
+        """
+        shared: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "default_chat_template_kwargs": None,
+            "trust_request_chat_template": False,
+            "enable_auto_tools": bool(tool_parser),
+            "tool_parser": tool_parser or None,
+            "tool_strict_level": tool_strict_level,
+            # A model that sees tools may call them, and the markup of its calls would be in the text.
+            "exclude_tools_when_tool_choice_none": True,
+        }
+        renderer = OnlineRenderer(
+            engine.model_config, llm.renderer, trust_request_mm_kwargs=False, log_error_stack=False, **shared
+        )
+        chat = OpenAIServingChat(
+            engine,
+            models,
+            "assistant",
+            online_renderer=renderer,
+            return_tokens_as_token_ids=False,
+            enable_prompt_tokens_details=False,
+            enable_force_include_usage=False,
+            enable_log_outputs=False,
+            enable_log_deltas=False,
+            enable_per_request_metrics=False,
+            **shared,
+        )
+        return renderer, chat
 
     async def complete(self, request: TextRequest) -> AsyncGenerator[bytes]:
         """Yield the response as JSON, whole or event by event. Raises InvalidArgument if the layer refuses the call."""
@@ -100,7 +146,7 @@ class TextServer:
         if isinstance(answer, ErrorResponse):
             raise errors.InvalidArgument(answer.error.message, field=answer.error.param or "")
         if not isinstance(answer, AsyncGenerator):
-            yield answer.model_dump_json().encode()
+            yield _encode(answer.model_dump_json())
             return
         async with aclosing(_in_context(answer, call)) as events:
             async for event in events:
@@ -112,10 +158,13 @@ class TextServer:
 
     async def _answer(self, endpoint: TextEndpoint, body: dict[str, Any], turn: Turn) -> Any:
         if endpoint is TextEndpoint.CHAT_COMPLETIONS:
-            request = ChatCompletionRequest.model_validate(body)
+            use = tool_use(body)
+            request = ChatCompletionRequest.model_validate(use.body)
             # With tools, the layer converts a constraint itself, before it makes one of both and samples.
             await check_constraint_of(request.extract_structured_outputs(), self._grammars, turn)
-            return await self._chat.create_chat_completion(request)
+            _CALL.get().demands = use.demands
+            chat = self._constrained_chat if use.is_constrained else self._chat
+            return await chat.create_chat_completion(request)
         return await self._completion.create_completion(CompletionRequest.model_validate(body))
 
 
@@ -130,10 +179,15 @@ async def _in_context(answer: AsyncGenerator[str], call: _Call) -> AsyncGenerato
                 _CALL.reset(token)
             if text is None:
                 return
-            for line in text.splitlines():
+            for line in text.split("\n"):
                 data = line.removeprefix(_DATA)
                 if line.startswith(_DATA) and data != _DONE:
-                    yield data.encode()
+                    yield _encode(data)
+
+
+def _encode(text: str) -> bytes:
+    """Encode JSON as a single line, by any definition of a line."""
+    return text.translate(_LINE_ENDS).encode()
 
 
 class _Models(OpenAIServingModels):
@@ -192,6 +246,9 @@ class _Engine:
         request, tokens = call.request, prompt.get("prompt_token_ids") or []
         try:
             check_tokens(self._info, tokens, "prompt", room=1)
+            if call.demands and params.structured_outputs is None:
+                message = "needs a tool parser for which vLLM has a grammar; PACELINE_SAMPLER_TOOL_PARSER names it"
+                raise errors.Unsupported(message, field=call.demands)
             await check_constraint_of(params.structured_outputs, self._grammars, request.turn)
             params.logprobs = params.logprobs or 0  # at least of sampled tokens, so that NaN is detected
             lora = lora_request(request.adapter) if request.adapter else None

@@ -154,17 +154,32 @@ CPU: tuple[Internal, ...] = (
     Called("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", 2),
 )
 _OPENAI = "vllm.entrypoints.openai"
-_SERVING = ("online_renderer", "request_logger")
-_CHAT = ("request_logger", "chat_template", "chat_template_content_format", "enable_auto_tools", "tool_parser")
+_SERVING = ("online_renderer", "request_logger", "return_tokens_as_token_ids")
+_USAGE = ("enable_prompt_tokens_details", "enable_force_include_usage", "enable_per_request_metrics")
+_CHAT = (
+    "request_logger",
+    "chat_template",
+    "chat_template_content_format",
+    "default_chat_template_kwargs",
+    "trust_request_chat_template",
+    "enable_auto_tools",
+    "tool_parser",
+    "tool_strict_level",
+    "exclude_tools_when_tool_choice_none",
+)
 TEXT: tuple[Internal, ...] = (
-    Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat", 3, ("online_renderer", *_CHAT)),
+    Called(
+        f"{_OPENAI}.chat_completion.serving:OpenAIServingChat",
+        3,
+        ("enable_log_outputs", "enable_log_deltas", *_SERVING, *_USAGE, *_CHAT),
+    ),
     Called(f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion", 2),
     Called(f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.extract_structured_outputs", 1),
-    Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion", 2, _SERVING),
+    Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion", 2, (*_SERVING, *_USAGE)),
     Called(f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion", 2),
     Called(f"{_OPENAI}.models.serving:OpenAIServingModels", 2),
     Replaced(f"{_OPENAI}.models.serving:OpenAIServingModels.model_name", ("lora_request",)),
-    Called("vllm.renderers.online_renderer:OnlineRenderer", 2, _CHAT),
+    Called("vllm.renderers.online_renderer:OnlineRenderer", 2, ("trust_request_mm_kwargs", "log_error_stack", *_CHAT)),
 )
 LENDING: tuple[Internal, ...] = (
     Replaced(
