@@ -118,7 +118,7 @@ def _key(file: Path) -> str:
 @lru_cache(maxsize=_MAX_CACHED_FILES)
 def _hash_tensors(file: Path, _key: str) -> tuple[str, ...]:
     """Return one line per tensor of a file; computed once per process even if no cache can be written."""
-    header = read_header(file)
+    header = read_header(file.resolve())  # the hub's cache links to its files
     try:
         tensors: dict[str, Any] = json.loads(header)
         tensors.pop("__metadata__", None)

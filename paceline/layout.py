@@ -27,6 +27,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from paceline import errors
+from paceline.regular_files import copy_file, link_file, open_folder
 from paceline.types import CheckpointKind
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -136,7 +137,7 @@ class Volume:
         for run in [run_id] if run_id else self.run_ids():
             for each in CheckpointKind if kind is None else (kind,):
                 try:
-                    found = [path for path in entries(self.run(run) / each.folder) if path.is_dir()]
+                    found = list(filter(_is_own_folder, entries(self.run(run) / each.folder)))
                 except OSError:
                     if run_id:
                         raise
@@ -197,7 +198,8 @@ async def new_directory_async(final: Path, *, overwrite: bool = False, durable: 
 def opened(directory: Path) -> Iterator[Path]:
     """Yield a path to the current `directory` that stays valid if it is replaced or its files are removed.
 
-    The path is valid in this process until the block ends. Raises FileNotFoundError, NotADirectoryError.
+    The path is valid in this process until the block ends. Raises FileNotFoundError, and NotADirectoryError, also if
+    the directory or the one that holds it is a link.
     """
     descriptor = _open_directory(directory)
     try:
@@ -206,26 +208,30 @@ def opened(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def _is_own_folder(path: Path) -> bool:
+    """Whether a path is a folder and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def _open_directory(directory: Path) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY
     with suppress(FileNotFoundError):
-        return os.open(directory, flags)
+        return open_folder(directory)
     # It may be between the two renames of `_replace`.
     for old in entries(directory.parent, f".old-{'?' * 32}.{directory.name}"):
         with suppress(FileNotFoundError):
-            return os.open(old, flags)
-    return os.open(directory, flags)
+            return open_folder(old)
+    return open_folder(directory)
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Hard-link every file of a directory into another; copy if the file system cannot link."""
+    """Hard-link every file of a directory into another; copy if the file system cannot link. Raises NotRegularFile."""
     for path in source.iterdir():
         try:
-            os.link(path, target / path.name)
+            link_file(path, target / path.name)
         except OSError as error:
             if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}:
                 raise
-            shutil.copyfile(path, target / path.name)
+            copy_file(path, target / path.name)
 
 
 def write_file(final: Path, data: bytes) -> None:

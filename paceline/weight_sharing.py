@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ import msgspec
 
 from paceline.errors import CATALOG, BaseMismatch, BaseUnavailable, Internal
 from paceline.layout import write_file
+from paceline.regular_files import open_file, read_file
 
 MANIFEST, OWNER, SEGMENT, SOCKET = "manifest.json", "owner", "weights-", "writes"
 
@@ -99,8 +101,8 @@ def read_base(directory: Path) -> BaseManifest:
     """Return the manifest of weights whose owner is alive. Raises BaseUnavailable, BaseMismatch."""
     try:
         if not _is_own(directory):
-            raise BaseMismatch(f"{directory} belongs to another user; run trainer and sampler as the same user.")
-        manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=BaseManifest)
+            raise BaseMismatch(f"{directory} is no directory of this user; run trainer and sampler as the same user.")
+        manifest = msgspec.json.decode(read_file(directory / MANIFEST), type=BaseManifest)
     except FileNotFoundError as error:
         raise _unavailable(directory) from error
     except msgspec.MsgspecError as error:
@@ -122,12 +124,13 @@ def claim(directory: Path) -> int:
     """Claim the directory for this process and clear a previous owner's files; return the lock's descriptor.
 
     The lock is released when the process ends, for whatever reason. Raises BlockingIOError if another owner is alive,
-    PermissionError if the directory belongs to another user.
+    PermissionError if the directory belongs to another user or is a link.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_own(directory):
-        raise PermissionError(f"{directory} belongs to another user; choose another base_dir")
-    descriptor, deadline = os.open(directory / OWNER, os.O_CREAT | os.O_RDWR, 0o600), time.monotonic() + _CLAIM_SECONDS
+        raise PermissionError(f"{directory} belongs to another user or is a link; choose another base_dir")
+    descriptor = os.open(directory / OWNER, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    deadline = time.monotonic() + _CLAIM_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,11 +151,13 @@ def clear(directory: Path) -> None:
 
 
 def _is_own(directory: Path) -> bool:
-    return directory.stat().st_uid == os.geteuid()
+    """Whether a directory, which may lie where others write, is this user's and no link."""
+    status = directory.lstat()
+    return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
 
 
 def _is_claimed(directory: Path) -> bool:
-    with suppress(FileNotFoundError), (directory / OWNER).open("rb") as file:
+    with suppress(FileNotFoundError), open_file(directory / OWNER) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
 import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import errors, layout, weights
+from paceline.regular_files import copy_file, read_file
 from paceline.types import Checkpoint, CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.runs.adapter_config import check_adapter_config
@@ -35,7 +35,7 @@ async def import_adapter(
 
     async def copy(directory: Path) -> None:
         for file in _FILES:
-            await asyncio.to_thread(shutil.copyfile, source / file, directory / file)
+            await asyncio.to_thread(copy_file, source / file, directory / file)
 
     return await CheckpointStore(volume).save(
         layout.CheckpointPath(run_id, CheckpointKind.SAMPLER, layout.check_name(name)),
@@ -50,14 +50,17 @@ async def import_adapter(
 
 def _read_run(volume: layout.Volume, run_id: str) -> RunOrigin:
     try:
-        return RunOrigin.from_json((volume.run(run_id) / layout.RUN_FILE).read_bytes())
+        return RunOrigin.from_json(read_file(volume.run(run_id) / layout.RUN_FILE))
     except FileNotFoundError:
         raise errors.RunNotFound("no such run on this volume; create one with the adapter's configuration") from None
 
 
 def _check_files(source: Path, run: RunOrigin) -> None:
     for file in _FILES:
-        if not (source / file).is_file():
+        path = source / file
+        if path.is_symlink():
+            raise errors.CheckpointMismatch(f"{path} is a link, which is not followed; copy the directory with cp -rL")
+        if not path.is_file():
             raise errors.CheckpointMismatch(f"{source} has no {file}; save the adapter with PEFT as safetensors")
     try:
         weights.check_finite(source / layout.WEIGHTS_FILE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -18,6 +17,7 @@ from paceline import errors
 from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
+from paceline.regular_files import copy_file
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, RunState
 from trainer_service.backoff import backoff
@@ -285,4 +285,4 @@ def _changes_state(command: Command, before: AnswerRecord) -> bool:
 def _copy_state(source: Path, target: Path) -> None:
     for path in source.iterdir():
         if path.name not in OWN_FILES:
-            shutil.copyfile(path, target / path.name)
+            copy_file(path, target / path.name)

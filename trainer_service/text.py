@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline import errors, layout
 from paceline.chat import check_length, check_messages, read_chat_body
+from paceline.regular_files import read_file
 from paceline.types import Datum
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ _TOKENIZER_FILES = (
 def read_tokenizer_files(model: str) -> dict[str, bytes]:
     """Return the contents of the tokenizer's files by name.
 
-    `model` is a local directory or a Hugging Face id, which is looked up in the hub's cache.
+    `model` is a local directory or a Hugging Face id, which is looked up in the hub's cache. Clients get these files.
+    Raises ModelNotLoadable if one is a link that leads out of the model.
     """
     directory = Path(model)
     if not directory.is_dir():
@@ -62,7 +64,18 @@ def read_tokenizer_files(model: str) -> dict[str, bytes]:
 
         directory = Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
     files = {path for pattern in _TOKENIZER_FILES for path in layout.entries(directory, pattern) if path.is_file()}
-    return {path.name: path.read_bytes() for path in sorted(files)}
+    return {path.name: read_file(_inside(path, directory.resolve())) for path in sorted(files)}
+
+
+def _inside(path: Path, directory: Path) -> Path:
+    """Return the file that a path leads to. Raises ModelNotLoadable if it is outside the model."""
+    file, folders = path.resolve(), [directory]
+    if directory.parent.name == "snapshots":  # of the hub's cache, where snapshots/<commit> links to blobs
+        folders.append(directory.parent.parent / "blobs")
+    if not any(file.is_relative_to(folder) for folder in folders):
+        message = f"{path.name} is a link to a file outside the model's directory; copy the file there"
+        raise errors.ModelNotLoadable(message, field="base_model")
+    return file
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import msgspec
 from paceline import errors, layout
 from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
+from paceline.regular_files import NotRegularFile, read_file
 
 COPY_FILE = "run.copy.json"
 _VOLUME_FILE = "volume.json"
@@ -70,6 +71,14 @@ def decode_checked(text: bytes, kind: type[T], name: str) -> T:
         raise DamagedFileError(f"{name} cannot be read: {error}") from error
 
 
+def read_own(path: Path) -> bytes:
+    """Return the content of one of the volume's own files. Raises DamagedFileError for a link, OSError."""
+    try:
+        return read_file(path)
+    except NotRegularFile as error:
+        raise DamagedFileError(f"{path.name} {error.message}") from error
+
+
 def _format_of(text: bytes, name: str) -> int:
     """Return the format that a file declares. Raises DamagedFileError if it declares none."""
     try:
@@ -82,7 +91,7 @@ def check_volume(root: Path) -> None:
     """Raise SystemExit if the volume has a newer format than this service knows; change nothing."""
     path = root / _VOLUME_FILE
     try:
-        found = _format_of(path.read_bytes(), _VOLUME_FILE) if path.exists() else _FORMAT
+        found = _format_of(read_own(path), _VOLUME_FILE) if path.exists() else _FORMAT
     except DamagedFileError:
         return  # each run's files declare their own format
     if found > _FORMAT:
@@ -98,7 +107,7 @@ def is_current(root: Path) -> bool:
     if not path.exists():
         return False
     try:
-        decode_checked(path.read_bytes(), _Volume, _VOLUME_FILE)
+        decode_checked(read_own(path), _Volume, _VOLUME_FILE)
     except DamagedFileError as error:
         _log.error("the volume's file is damaged and set aside", aside=layout.quarantine(path).name, error=str(error))
         return False
@@ -130,7 +139,7 @@ def read_run_file(folder: Path) -> dict[str, Any]:
     damaged: list[Path] = []
     for path in paths:
         try:
-            facts = decode_run_file(path.read_bytes(), path.name)
+            facts = decode_run_file(read_own(path), path.name)
         except DamagedFileError as error:
             _log.error("run's file damaged", path=str(path), error=str(error))
             damaged.append(path)
@@ -154,7 +163,7 @@ def tenant_of(folder: Path) -> str | None:
     """Return the tenant that owns or owned a run, or None if no file of the run names it. Changes nothing."""
     for name in (RUN_FILE, COPY_FILE, DELETED_FILE):
         try:
-            return str(decode_run_file((folder / name).read_bytes(), name)["tenant"])
+            return str(decode_run_file(read_own(folder / name), name)["tenant"])
         except (OSError, DamagedFileError, UnknownFormatError, KeyError):
             continue  # the next file may name it
     return None

@@ -19,6 +19,7 @@ from google.protobuf import json_format
 from paceline import errors
 from paceline.codec.models import served_model_to_proto
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
+from paceline.regular_files import open_file, read_file
 from paceline.types import ServedModel
 from paceline.weights.safetensors import read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as pb
@@ -90,7 +91,7 @@ def weights_file(manifest: pb.Manifest) -> str:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file, lower-case hex."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -103,7 +104,7 @@ def crc32c_of(path: Path) -> int:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while piece := file.read(_PIECE_BYTES):
             yield piece
 
@@ -115,7 +116,7 @@ def write_manifest(directory: Path, manifest: pb.Manifest) -> None:
 
 def read_manifest(directory: Path) -> pb.Manifest:
     """Read a directory's manifest. Raises FileNotFoundError if there is none, ChecksumMismatch if it is damaged."""
-    text = (directory / MANIFEST_FILE).read_bytes()
+    text = read_file(directory / MANIFEST_FILE)
     try:
         return json_format.Parse(text, pb.Manifest())
     except (json_format.ParseError, UnicodeDecodeError) as error:
@@ -128,7 +129,7 @@ def verify_adapter(directory: Path, manifest: pb.Manifest) -> str:
     if foreign:
         raise errors.ChecksumMismatch("the adapter's directory holds files that do not belong there")
     computed = hash_file(directory / WEIGHTS_FILE)
-    if computed != manifest.model.sha256 or (directory / CONFIG_FILE).read_bytes() != manifest.adapter_config:
+    if computed != manifest.model.sha256 or read_file(directory / CONFIG_FILE) != manifest.adapter_config:
         raise errors.ChecksumMismatch("the adapter differs from its manifest; publish or save it again")
     return computed
 
@@ -142,7 +143,7 @@ def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
 
 def read_sums(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by name, as the directory's sums list them. Raises FileNotFoundError."""
-    lines = (directory / SUMS_FILE).read_text(errors="replace").rstrip("\n").split("\n")
+    lines = read_file(directory / SUMS_FILE).decode(errors="replace").rstrip("\n").split("\n")
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines if line)}
 
 
@@ -189,7 +190,7 @@ class AdapterConfig:
 def read_adapter_config(path: Path) -> AdapterConfig:
     """Read an adapter_config.json. Raises as `parse_adapter_config`, and InvalidArgument if the file does not exist."""
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except FileNotFoundError:
         raise errors.InvalidArgument(f"does not exist; {_SAVE_AGAIN}", field=_CONFIG) from None
     return parse_adapter_config(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -11,9 +10,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paceline import errors
+from paceline.regular_files import open_raw
 from paceline.types.v1 import tensor_pb2
 from paceline.weights.v1 import weight_service_pb2 as pb
 
@@ -28,7 +29,11 @@ _EXPONENTS: Mapping[int, np.unsignedinteger[Any]] = {
     tensor_pb2.DTYPE_FLOAT16: np.uint16(0x7C00),
 }
 """Exponent bits by dtype: all are set in NaN and infinity, and in no other value. They are as wide as an element."""
-_MAX_HEADER = 100_000_000  # the limit of the safetensors format
+MAX_HEADER_BYTES = 32 << 20
+"""Longest header that is read; parsed, it takes tens of times as much memory."""
+MAX_TENSORS = 1 << 18
+"""Most tensors in a file. An adapter on every expert of a model of 60 layers with 384 each has half as many."""
+_OFFSETS = b'"data_offsets"'
 _PIECE = 1 << 17
 """Elements that are checked together, few enough to stay in the processor's cache."""
 
@@ -36,14 +41,26 @@ _PIECE = 1 << 17
 def read_header(weights: Path) -> bytes:
     """Return the JSON header of a safetensors file, which is equal for files of one layout, such as a run's versions.
 
-    Raises ChecksumMismatch if the file ends before the header does.
+    Raises ChecksumMismatch if the file ends before the header does, InvalidShape if it has more than MAX_TENSORS.
     """
-    with weights.open("rb") as file:
+    with open_raw(weights) as file:
         length = int.from_bytes(file.read(8), "little")
-        header = file.read(min(length, _MAX_HEADER))
+        if length > MAX_HEADER_BYTES:
+            message = (
+                f"is not a safetensors file, or has a header of {length} bytes; at most {MAX_HEADER_BYTES} are read"
+            )
+            raise errors.ChecksumMismatch(message, field=weights.name)
+        header = file.read(length)
     if not header or len(header) != length:
         raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name)
+    _check_count(header.count(_OFFSETS), weights.name)
     return header
+
+
+def _check_count(tensors: int, field: str) -> None:
+    if tensors > MAX_TENSORS:
+        message = f"has {tensors} tensors; at most {MAX_TENSORS} are read: save fewer modules"
+        raise errors.InvalidShape(message, field=field)
 
 
 def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
@@ -55,34 +72,44 @@ def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
     header = read_header(weights)
     try:
         entries = _parse_header(header)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
     ends = [8 + len(header), *(entry.offset + entry.size for entry in entries)]
-    if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.stat().st_size:
+    if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.lstat().st_size:
         raise errors.ChecksumMismatch("tensors do not tile the file; it is damaged", field=weights.name)
     return list(entries)
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 @lru_cache(maxsize=16)
 def _parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
     """Return the tensors in order of offset. Cached: a run's versions share one header, read several times for each."""
     base = 8 + len(text)
-    header: dict[str, Any] = json.loads(text)
+    header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
+    _check_count(len(header), "weights")  # a key may be written with escapes
     return tuple(sorted((_entry(name, facts, base) for name, facts in header.items()), key=attrgetter("offset")))
 
 
-def _entry(name: str, facts: dict[str, Any], base: int) -> pb.TensorEntry:
-    start, end = facts["data_offsets"]
-    dtype = _DTYPES.get(facts["dtype"])
+def _entry(name: str, text: msgspec.Raw, base: int) -> pb.TensorEntry:
+    facts = msgspec.json.decode(text, type=_Facts)
+    start, end = facts.data_offsets
+    dtype = _DTYPES.get(facts.dtype)
     if dtype is None:
-        raise errors.InvalidDtype(f"has dtype {facts['dtype']}; weights are F32, BF16 or F16", field=name)
-    shape = facts["shape"]
-    if any(extent < 0 for extent in shape) or prod(shape) * _EXPONENTS[dtype].itemsize != end - start:
+        raise errors.InvalidDtype(f"has dtype {facts.dtype}; weights are F32, BF16 or F16", field=name)
+    shape = facts.shape
+    if any(extent <= 0 for extent in shape) or prod(shape) * _EXPONENTS[dtype].itemsize != end - start:
         raise errors.InvalidShape(
-            f"has shape {shape} of {facts['dtype']}, and {end - start} bytes in the file", field=name
+            f"has shape {shape} of {facts.dtype}, and {end - start} bytes in the file", field=name
         )
-    return pb.TensorEntry(name=name, dtype=dtype, shape=facts["shape"], offset=base + start, size=end - start)
+    return pb.TensorEntry(name=name, dtype=dtype, shape=shape, offset=base + start, size=end - start)
 
 
 def check_finite(weights: Path) -> None:
@@ -101,7 +128,7 @@ def check_finite(weights: Path) -> None:
 def _is_finite(weights: Path, run: Sequence[pb.TensorEntry]) -> bool:
     exponent = _EXPONENTS[run[0].dtype]
     count = sum(entry.size for entry in run) // exponent.itemsize
-    with weights.open("rb", buffering=0) as file:
+    with open_raw(weights) as file:
         file.seek(run[0].offset)
         while count:
             bits = np.fromfile(file, exponent.dtype, min(count, _PIECE))

@@ -10,6 +10,7 @@ import msgspec
 
 from paceline import errors
 from paceline.layout import MANIFEST_FILE
+from paceline.regular_files import read_file
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 def summarize(directory: Path) -> Summary:
     """Read the facts of a directory's manifest. Raises FileNotFoundError, ChecksumMismatch if it is damaged."""
-    text = (directory / MANIFEST_FILE).read_bytes()
+    text = read_file(directory / MANIFEST_FILE)
     try:
         read = msgspec.json.decode(text, type=_Manifest, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -21,6 +21,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from paceline import errors
+from paceline.regular_files import open_raw
 from paceline.types import ModelRef
 from paceline.weights.v1 import weight_service_pb2 as pb
 
@@ -90,7 +91,7 @@ def read_replies(path: Path) -> Iterator[bytes]:
 
     The file may be removed as soon as this has returned.
     """
-    return _read_replies(path.open("rb", buffering=0))
+    return _read_replies(open_raw(path))
 
 
 def _read_replies(file: FileIO) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, entries
+from paceline.regular_files import read_file
 from paceline.weights import parse_adapter_config, read_header, read_tensor_entries
 
 _PREFIX = "base_model.model."
@@ -42,7 +43,7 @@ def read_adapter(directory: Path) -> AdapterShapes:
     of its two matrices, and as `read_tensor_entries` if the file does not match its header.
     """
     tensors = tuple((entry.name, tuple(entry.shape)) for entry in read_tensor_entries(directory / WEIGHTS_FILE))
-    return _parse(tensors, (directory / CONFIG_FILE).read_bytes())
+    return _parse(tensors, read_file(directory / CONFIG_FILE))
 
 
 @lru_cache(maxsize=16)
@@ -124,7 +125,7 @@ def stored_dtype(model_path: Path) -> torch.dtype | None:
     stored: torch.dtype | None = config.get_text_config(decoder=True).dtype or config.dtype
     if stored is not None:
         return stored
-    headers = (json.loads(read_header(file)) for file in entries(model_path, "*.safetensors"))
+    headers = (json.loads(read_header(file.resolve())) for file in entries(model_path, "*.safetensors"))
     facts = (facts for header in headers for name, facts in header.items() if name != "__metadata__")
     return next((_DTYPES[one["dtype"]] for one in facts if one["dtype"] in _DTYPES), None)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from paceline.background import Background
 from paceline.errors import DiskFull
 from paceline.log import get_logger
+from paceline.regular_files import copy_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.base import StagedAdapter, VersionKey, check_owner
 from sampler_service.transports.staging import StagingArea
@@ -126,7 +127,7 @@ class DiskTier:
 def _copy(staged: StagedAdapter, scratch: StagingArea) -> StagedAdapter:
     file = scratch.allocate(staged.manifest)
     try:
-        shutil.copyfile(staged.directory / file.name, file)
+        copy_file(staged.directory / file.name, file)
     except BaseException:
         shutil.rmtree(file.parent)
         raise

@@ -13,6 +13,7 @@ from typing import Protocol
 from paceline import errors
 from paceline.base_weights import check_same_base
 from paceline.codec.models import served_model_from_proto
+from paceline.regular_files import NotRegularFile, lstat_files
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import absent, hash_file, is_model, verify_adapter, verify_model, weights_file
@@ -51,8 +52,8 @@ class ReplacedError(errors.ChecksumMismatch):
 
 
 def files_of(directory: Path) -> Files:
-    """Return the identity of a directory's files. Raises FileNotFoundError, NotADirectoryError."""
-    found = ((path.name, path.stat()) for path in directory.iterdir())
+    """Return the identity of a directory's files. Raises FileNotFoundError, NotADirectoryError, NotRegularFile."""
+    found = lstat_files(directory).items()
     # Not ctime, which also changes when another link to the file is created.
     return {name: (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found}
 
@@ -124,7 +125,7 @@ class StagedAdapter:
     def _is_replaced(self) -> bool:
         try:
             return files_of(self.directory) != self.files
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, NotRegularFile):
             return True
 
     def check_same(self, other: StagedAdapter) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from paceline import layout
 from paceline.log import get_logger
+from paceline.regular_files import read_file
 from paceline.steady_clock import SteadyClock
 
 _log = get_logger(__name__)
@@ -72,7 +73,7 @@ def is_known(directory: Path) -> bool:
 
 def _read(directory: Path) -> dict[str, Expiry]:
     try:
-        text = _file(directory).read_bytes()
+        text = read_file(_file(directory))
     except FileNotFoundError:
         return {}
     try:

@@ -26,6 +26,7 @@ from paceline import errors, layout, weights
 from paceline.background import Background, uninterrupted
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
+from paceline.regular_files import open_file
 from paceline.rpc.identity import Identity
 from paceline.steady_clock import SteadyClock
 from paceline.types import Checkpoint, CheckpointKind, ServedModel
@@ -171,7 +172,8 @@ class CheckpointStore:
         """Yield a FileHeader and then the bytes of each file of the caller's checkpoint, or of the file named `only`.
 
         All files are from one save, even if the checkpoint is overwritten or deleted meanwhile. Raises
-        CheckpointNotFound, also if the checkpoint has no such file.
+        CheckpointNotFound, also if the checkpoint has no such file, and ChecksumMismatch if it holds a link or anything
+        else that is no regular file.
         """
         directory = self.find(path, identity)
         with ExitStack() as opened:
@@ -331,7 +333,7 @@ def _open_all(directory: Path, stack: ExitStack) -> dict[str, BinaryIO]:
             try:
                 with layout.opened(directory) as folder:
                     for path in sorted(folder.iterdir()):
-                        files[path.name] = trying.enter_context(path.open("rb"))
+                        files[path.name] = trying.enter_context(open_file(path))
                     is_whole = folder.samefile(directory)
             except FileNotFoundError as error:
                 if directory.exists():
@@ -413,7 +415,7 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
 
 
 def _size_of(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.iterdir())
+    return sum(file.lstat().st_size for file in directory.iterdir())
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:

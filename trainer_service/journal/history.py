@@ -18,6 +18,7 @@ import msgspec
 
 from paceline import layout
 from paceline.log import get_logger
+from paceline.regular_files import open_file, read_file
 from trainer_service.journal.format import (
     UNIT,
     AnswerRecord,
@@ -32,7 +33,7 @@ from trainer_service.journal.format import (
     check_magic,
     decode_segment,
 )
-from trainer_service.volume_files import DamagedFileError, decode_checked, write_checked
+from trainer_service.volume_files import DamagedFileError, decode_checked, read_own, write_checked
 
 RESERVED = 1024
 """Number of seq_ids that one write of the index reserves."""
@@ -69,7 +70,7 @@ def read_index(directory: Path) -> Index | None:
     if not path.exists():
         return None
     try:
-        return decode_checked(path.read_bytes(), Index, path.name)
+        return decode_checked(read_own(path), Index, path.name)
     except DamagedFileError as error:
         aside = layout.quarantine(path)
         _log.error("journal's index damaged and set aside", path=str(path), aside=aside.name, error=str(error))
@@ -148,7 +149,7 @@ def segments(directory: Path) -> dict[SegmentName, Path]:
 def check_formats(directory: Path) -> None:
     """Check that every segment has a known format. Raises UnknownFormatError."""
     for path in segments(directory).values():
-        with path.open("rb") as file:
+        with open_file(path) as file:
             check_magic(file.read(8), path.name)
 
 
@@ -206,7 +207,7 @@ def _name(path: Path) -> SegmentName:
 
 def _read(path: Path) -> tuple[Segment, int]:
     """Return the decoded segment and the size of its file."""
-    data = path.read_bytes()
+    data = read_file(path)
     if len(data) < UNIT and path == segment_path(path.parent, _name(path)):
         raise JournalDamagedError(f"{path.name} is shorter than its header")
     try:
@@ -225,6 +226,6 @@ def _up_to_successor(name: SegmentName, path: Path, segment: Segment, size: int,
     if successor.header.previous != name:
         raise JournalDamagedError(f"{name} continues another segment than the one before it")
     limit = successor.header.previous_bytes
-    part = segment if limit == size else decode_segment(path.read_bytes()[:limit])
+    part = segment if limit == size else decode_segment(read_file(path)[:limit])
     part.is_damaged |= part.good_bytes != limit
     return part

@@ -235,7 +235,7 @@ class RunJournal:
         whole = b"".join([*self._rewrite, payload])
         must_sync = must_sync or bool(self._rewrite)
         frame = encode_frame(segment.header, segment.length, segment.durable, last, whole)
-        file = os.open(segment.path, os.O_WRONLY)
+        file = os.open(segment.path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             self._write_frame(file, frame, segment)
             segment.length += len(frame)

@@ -15,6 +15,7 @@ import msgspec
 
 from paceline import layout
 from paceline.log import get_logger
+from paceline.regular_files import read_file
 from paceline.weights import find_damaged, write_sums
 from paceline.weights.manifest import SUMS_FILE
 from trainer_service.failpoints import Failpoints
@@ -83,8 +84,8 @@ class SnapshotStore:
         try:
             if name := find_damaged(directory):
                 raise JournalDamagedError(f"{seq_id}/{name} is damaged")
-            facts = msgspec.json.decode((directory / _FACTS).read_bytes(), type=Facts)
-            records = _decode_answers((directory / _ANSWERS).read_bytes())
+            facts = msgspec.json.decode(read_file(directory / _FACTS), type=Facts)
+            records = _decode_answers(read_file(directory / _ANSWERS))
         except (FileNotFoundError, UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise JournalDamagedError(f"snapshot {seq_id} cannot be read: {error}") from error
         answers = [record for record in records if isinstance(record, AnswerRecord)]

@@ -26,6 +26,7 @@ from trainer_service.volume_files import (
     DamagedFileError,
     decode_checked,
     decode_run_file,
+    read_own,
     read_run_file,
     write_checked,
 )
@@ -61,8 +62,8 @@ class DeletedRuns:
         """Read the requests from the volume. Raises UnknownFormatError."""
         if not self._path.exists():
             return
-        text = self._path.read_bytes()
         try:
+            text = read_own(self._path)
             if text.startswith(b"["):  # format 1
                 known = msgspec.json.decode(text, type=list[_Request])
             else:
@@ -141,7 +142,7 @@ class DeletedRuns:
         """Store the request that created a run. Raises DiskFull, OSError."""
         deleted = folder / DELETED_FILE
         try:
-            facts = decode_run_file(deleted.read_bytes(), DELETED_FILE) if deleted.exists() else read_run_file(folder)
+            facts = decode_run_file(read_own(deleted), DELETED_FILE) if deleted.exists() else read_run_file(folder)
             self.add(facts["tenant"], facts["request_id"], facts["request_digest"], facts["run_id"])
         except (DamagedFileError, FileNotFoundError, KeyError) as error:
             message = "a deleted run's CreateRun request is not known; repeating it would create another run"

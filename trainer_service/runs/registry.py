@@ -26,6 +26,7 @@ from trainer_service.runs.storage import RunStorage
 from trainer_service.volume_files import (
     DamagedFileError,
     is_current,
+    read_own,
     read_run_file,
     tenant_of,
     write_run_file,
@@ -177,7 +178,7 @@ class RunRegistry:
         folder = self._volume.run(run_id)
         file = folder / RUN_FILE if run_id in self._runs else folder / DELETED_FILE
         try:
-            return RunOrigin.from_json(await asyncio.to_thread(file.read_bytes))
+            return RunOrigin.from_json(await asyncio.to_thread(read_own, file))
         except (DamagedFileError, FileNotFoundError) as error:
             message = f"takes its configuration from {file.name}, which is damaged; set the configuration explicitly"
             raise errors.ChecksumMismatch(message, field="like_checkpoint") from error

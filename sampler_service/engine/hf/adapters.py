@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import InvalidArgument, InvalidShape, PacelineError
 from paceline.layout import WEIGHTS_FILE
+from paceline.weights import read_header
 from sampler_service.engine.model_files import check_adapter, linear_shapes, read_adapter
 from sampler_service.engine.protocol import Adapter
 
@@ -64,6 +65,7 @@ class AdapterBank:
         config = LoraConfig.from_pretrained(str(adapter.path))
         config.inference_mode = True
         inject_adapter_in_model(config, self._model, _key(adapter))
+        read_header(adapter.path / WEIGHTS_FILE)  # refuses a link, and a header that would take all memory
         weights = load_file(adapter.path / WEIGHTS_FILE)
         result: Any = set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter))
         if result.unexpected_keys:

@@ -67,6 +67,11 @@ async def test_a_name_that_is_taken_is_replaced_only_if_asked(volume, run_id, so
     assert (await import_adapter(source, volume, run_id, "made", overwrite=True)).sha256 != first.sha256
 
 
+def move_and_link(path):
+    moved = path.rename(path.with_name(f"moved-{path.name}"))
+    path.symlink_to(moved)
+
+
 MISFITS = {
     "no weights": lambda d: (d / "adapter_model.safetensors").unlink(),
     "no configuration": lambda d: (d / "adapter_config.json").unlink(),
@@ -76,6 +81,11 @@ MISFITS = {
     "no settings": lambda d: (d / "adapter_config.json").write_text("[]"),
     "other rank": lambda d: (d / "adapter_config.json").write_text(json.dumps(CONFIG | {"r": 8})),
     "no rank": lambda d: (d / "adapter_config.json").write_text(json.dumps(CONFIG | {"r": None})),
+    "a link for the weights": lambda d: move_and_link(d / "adapter_model.safetensors"),
+    "a link for the configuration": lambda d: move_and_link(d / "adapter_config.json"),
+    "an empty tensor": lambda d: save_file(
+        {"a": np.ones((4, 2), np.float32), "b": np.ones((0, 2), np.float32)}, d / "adapter_model.safetensors"
+    ),
     "other alpha": lambda d: (d / "adapter_config.json").write_text(json.dumps(CONFIG | {"lora_alpha": 4})),
 }
 
@@ -83,7 +93,9 @@ MISFITS = {
 @pytest.mark.parametrize("misfit", MISFITS)
 async def test_what_does_not_fit_is_refused_and_leaves_nothing(volume, run_id, source, misfit):
     MISFITS[misfit](source)
-    with pytest.raises((errors.CheckpointMismatch, errors.ChecksumMismatch, errors.InvalidArgument)):
+    with pytest.raises(
+        (errors.CheckpointMismatch, errors.ChecksumMismatch, errors.InvalidArgument, errors.InvalidShape)
+    ):
         await import_adapter(source, volume, run_id, "made")
     assert {path.name for path in volume.run(run_id).iterdir()} == {RUN_FILE}
 

@@ -11,7 +11,7 @@ import pytest
 from support.models.tiny_models import EOS_ID, make_tiny_llama, make_tokenizer
 
 from paceline import errors
-from trainer_service.text import ConversationRenderer
+from trainer_service.text import ConversationRenderer, read_tokenizer_files
 
 TOKENIZER = make_tokenizer()
 USER, OTHER = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And?"}
@@ -141,3 +141,22 @@ async def test_tenants_take_turns(model):
 
     await asyncio.gather(*(ask("many", 600) for _ in range(3)), ask("few", 1))
     assert order[0] == "few"
+
+
+def test_the_tokenizers_files_come_through_the_links_of_the_hubs_cache(model, tmp_path):
+    expected = read_tokenizer_files(str(model))
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "commit", tmp_path / "hub" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(expected):
+        (model / name).rename(blobs / str(number))
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    assert read_tokenizer_files(str(snapshot)) == expected
+
+
+def test_a_tokenizers_file_that_leads_out_of_the_model_is_sent_to_nobody(model, tmp_path_factory):
+    secret = tmp_path_factory.mktemp("secrets") / "credential"
+    secret.write_text("secret")
+    (model / "added_tokens.json").symlink_to(secret)
+    with pytest.raises(errors.ModelNotLoadable, match=r"added_tokens\.json is a link to a file outside"):
+        read_tokenizer_files(str(model))

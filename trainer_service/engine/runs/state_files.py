@@ -22,7 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument
+from paceline.regular_files import read_file
 from paceline.types import FullParameters, LoraConfig
+from paceline.weights import read_header
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
 from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
 from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory, TensorFile
@@ -106,7 +108,7 @@ def _read_state(path: Path) -> TrainerState:
     if not path.is_file():
         raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=TrainerState)
+        state = msgspec.json.decode(read_file(path), type=TrainerState)
     except msgspec.MsgspecError as error:
         raise CheckpointMismatch(f"{path.name} cannot be read: {error}.") from error
     if state.format_version not in {1, FORMAT_VERSION}:
@@ -167,6 +169,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file. Raises CheckpointMismatch if it is missing, ChecksumMismatch if it is damaged."""
     if not path.is_file():
         raise CheckpointMismatch(f"the checkpoint has no {path.name}.")
+    read_header(path)  # refuses a link, and a header that would take all memory
     try:
         return load_file(path)
     except SafetensorError as error:

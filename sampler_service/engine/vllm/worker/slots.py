@@ -29,6 +29,7 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
+from paceline.regular_files import open_raw, read_file
 from paceline.types.v1 import tensor_pb2
 from paceline.weights import read_header, read_tensor_entries
 from sampler_service.engine.vllm.worker.internals import VllmInternals
@@ -257,7 +258,7 @@ class SlotWriter:
 
     def _layout(self, directory: Path) -> Layout | None:
         """Return the layout of an adapter; None if it is on a layer that this class cannot write."""
-        key = (read_header(directory / WEIGHTS_FILE), (directory / CONFIG_FILE).read_bytes())
+        key = (read_header(directory / WEIGHTS_FILE), read_file(directory / CONFIG_FILE))
         if key not in self._layouts:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
@@ -368,7 +369,7 @@ def _map_file(path: Path, size: int) -> Tensor:
 def _read_file(path: Path, size: int) -> Tensor:
     """Read a file of `size` bytes as uint8 [size], for files that may be removed or truncated while in use."""
     data = torch.empty(size, dtype=torch.uint8)
-    with path.open("rb", buffering=0) as file:
+    with open_raw(path) as file:
         view, done = data.numpy().data, 0
         while done < size and (count := file.readinto(view[done:])):
             done += count

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.clocks import FakeMachine
 
-from paceline import errors, layout, weights
+from paceline import errors, layout, regular_files, weights
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.steady_clock import SteadyClock
@@ -337,7 +337,7 @@ def failing(monkeypatch) -> set[str]:
         return call
 
     monkeypatch.setattr(os, "listdir", checked(os.listdir))
-    monkeypatch.setattr(Path, "read_bytes", checked(Path.read_bytes))
+    monkeypatch.setattr(regular_files, "open_raw", checked(regular_files.open_raw))
     return names
 
 
@@ -358,15 +358,15 @@ async def test_checkpoints_that_cannot_be_read_now_are_not_taken_for_none(store,
 async def test_one_checkpoint_that_cannot_be_read_hides_no_other_and_is_asked_for_again(store, volume, monkeypatch):
     await save(store, "older", seq_id=1, kind=CheckpointKind.STATE)
     newer = await save(store, "newer", seq_id=2, kind=CheckpointKind.STATE)
-    damaged, read_bytes = volume.checkpoint(newer) / MANIFEST_FILE, Path.read_bytes
+    damaged, open_raw = volume.checkpoint(newer) / MANIFEST_FILE, regular_files.open_raw
 
-    def read(path):
+    def opened(path):
         if path.resolve() == damaged.resolve():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read_bytes(path)
+        return open_raw(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", read)
+        patch.setattr(regular_files, "open_raw", opened)
         for run_id in (RUN_ID, ""):
             (found,) = store.find_all(OWNER, run_id)
             assert found.name == "older"
@@ -400,3 +400,43 @@ async def test_a_folder_that_cannot_be_listed_hides_no_checkpoint_elsewhere(stor
         with pytest.raises(OSError, match="symbolic links"):
             store.find_all(Identity(tenant), other)
     assert store.find(theirs, Identity("team")) == volume.checkpoint(theirs)
+
+
+LINKS = {
+    "a file": lambda directory, secret: (directory / CONFIG_FILE).symlink_to(secret),
+    "one more file": lambda directory, secret: (directory / "notes").symlink_to(secret),
+    "a pipe": lambda directory, _: os.mkfifo(directory / "notes"),
+}
+
+
+@pytest.mark.parametrize("kind", LINKS)
+async def test_what_a_checkpoint_links_to_is_neither_sent_nor_loaded(store, volume, tmp_path, kind):
+    path = await save(store, "linked")
+    secret, directory = tmp_path / "credential", volume.checkpoint(path)
+    secret.write_bytes((directory / CONFIG_FILE).read_bytes())
+    if kind == "a file":
+        (directory / CONFIG_FILE).unlink()
+    LINKS[kind](directory, secret)
+    with pytest.raises(errors.ChecksumMismatch, match="is no regular file"):
+        [part async for part in store.download(path, OWNER)]
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(errors.ChecksumMismatch):
+        await store.link_into(path, OWNER, target)
+    assert secret.read_bytes() not in {file.read_bytes() for file in target.iterdir() if file.name != CONFIG_FILE}
+    await store.delete(path, OWNER)
+    assert secret.exists()
+
+
+@pytest.mark.parametrize("linked", ["checkpoint", "folder"])
+async def test_a_checkpoint_that_is_a_link_is_none(store, volume, tmp_path, linked):
+    path = await save(store, "linked")
+    directory = volume.checkpoint(path)
+    moved = directory if linked == "checkpoint" else directory.parent
+    moved.rename(tmp_path / "elsewhere")
+    moved.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(errors.CheckpointNotFound):
+        store.find(path, OWNER)
+    with pytest.raises(errors.CheckpointNotFound):
+        [part async for part in store.download(path, OWNER)]
+    assert linked == "folder" or not store.find_all(OWNER)
