@@ -19,17 +19,16 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from paceline.errors import PacelineError
 from paceline.log import configure_logging, get_logger
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
+from paceline.rpc.port_limits import health_options, serve_metrics, service_options
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-_HANDSHAKE_MS = 20_000
-_MAX_METADATA_BYTES = 16 << 10
 _MOST_OPEN_FILES = 65_536
 
 _REFLECTION: str = reflection.SERVICE_NAME
@@ -119,8 +118,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     if settings.metrics_listen:
-        host, _, port = settings.metrics_listen.rpartition(":")
-        start_http_server(int(port), host, registry)
+        serve_metrics(settings.metrics_listen, registry)
     readiness = Readiness(service.service_names)
     health = await _start_health(readiness, settings.health_listen)
     await readiness.set(False)
@@ -176,7 +174,7 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
                 reader_seconds=settings.reader_seconds,
             )
         ],
-        options=_server_options(settings),
+        options=service_options(settings),
     )
     service.register(server)
     if settings.reflection:
@@ -202,43 +200,6 @@ def _add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, methods),))
 
 
-def _server_options(settings: ServiceSettings) -> Sequence[tuple[str, int]]:
-    return (
-        # Limit what a peer may hold before it has authenticated: connections, and calls on each. Calls without a key
-        # end when their headers have arrived (AroundInterceptor); a connection that never completes its handshake, or
-        # never makes a call, is closed.
-        ("grpc.max_allowed_incoming_connections", settings.max_connections),
-        ("grpc.max_concurrent_streams", settings.max_streams),
-        # Otherwise calls that a client held back are refused on arrival while those before them are being cleaned up.
-        ("grpc.http.overload_protection", 0),
-        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        ("grpc.http2.settings_timeout", _HANDSHAKE_MS),
-        ("grpc.max_connection_idle_ms", int(1e3 * settings.idle_seconds)),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        # grpcio >= 1.82 drops bursts above its default limits on calls that wait for a handler; Paceline's clients send
-        # thousands of samples at once.
-        ("grpc.server.max_pending_requests", 100_000),
-        ("grpc.server.max_pending_requests_hard_limit", 100_000),
-        # By default a server closes connections that ping more often than every five minutes; clients ping every 10 s
-        # to detect a dead peer.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Detect within a minute, from a stream's silence alone, that a caller's machine is gone. This frees a sampler's
-        # name and the resources of its watch. By default it takes two hours.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.ping_timeout_ms", 20_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Pings delayed on a busy machine arrive together, which must not end calls in flight.
-        ("grpc.http2.max_ping_strikes", 16),
-        # If another process holds the port, fail instead of sharing its traffic.
-        ("grpc.so_reuseport", 0),
-    )
-
-
 def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
     if settings.tls_cert is None or settings.tls_key is None:
         return server.add_insecure_port(settings.listen)
@@ -250,7 +211,7 @@ def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
 
 
 async def _start_health(readiness: Readiness, address: str) -> grpc.aio.Server:
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=health_options())
     add_HealthServicer_to_server(readiness.servicer, server)
     server.add_insecure_port(address)
     await server.start()

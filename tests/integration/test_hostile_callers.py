@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import grpc
 import pytest
+from support.fuzz.floods import flood_of_resets, watching
 from support.fuzz.fuzz_cases import methods, path_of
 from support.fuzz.fuzz_run import CONTEXT, ENOUGH_CASES, SETTINGS, Fuzz, all_refused, is_flat
 from support.fuzz.valid_requests import ABOUT_NOTHING, Owned, valid_request
@@ -93,6 +96,23 @@ def test_anothers_things_look_absent(cluster, owned, stranger, method):
         with pytest.raises(errors.NotFound) as absent:
             _call(cluster.address, method, valid_request(method, owned), _bearer(stranger))
         assert owned.run_id not in str(absent.value)
+
+
+_GATEWAY = "/paceline.gateway.v1.GatewayService/WhoAmI"
+_HEALTH = "/grpc.health.v1.Health/Check"
+
+
+@pytest.mark.parametrize(("method", "most_bytes"), [(_GATEWAY, 64 << 20), (_HEALTH, 16 << 20)], ids=["gRPC", "health"])
+def test_calls_that_a_stranger_starts_and_resets_cost_little_memory_and_keep_nobody_waiting(
+    cluster, method, most_bytes
+):
+    address = cluster.address if method is _GATEWAY else cluster.gateway.plan.health
+    with grpc.insecure_channel(address) as channel:
+        call = partial(channel.unary_unary(method), b"", metadata=(_bearer(cluster.api_key),), timeout=60)
+        with watching(cluster.gateway.process.pid, call) as watched:
+            flood_of_resets(int(address.rpartition(":")[2]), method, 50_000)
+    assert watched.grown < most_bytes
+    assert watched.worst < 300
 
 
 async def test_fuzzed_calls_change_nothing(cluster):

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
@@ -63,7 +63,7 @@ class Peer:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
         else:
             reader, writer = await asyncio.open_unix_connection(port)
-        writer.write(_PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window)))
+        writer.write(PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window)))
         return cls(reader, writer)
 
     def begin(self, stream: int, path: str, extra: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -10,10 +10,10 @@ import pytest
 from grpc._cython import cygrpc
 
 from paceline.rpc.channel import _BULK_OPTIONS, _CHANNEL_OPTIONS
-from paceline.rpc.server import _server_options
+from paceline.rpc.port_limits import service_options
 from paceline.settings import ServiceSettings
 
-SERVER = tuple(_server_options(ServiceSettings()))
+SERVER = tuple(service_options(ServiceSettings()))
 INTERVAL = "grpc.http2.min_ping_interval_without_data_ms"
 
 
