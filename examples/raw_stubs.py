@@ -38,7 +38,7 @@ def float32(*values: float) -> tensor_pb2.Tensor:
 
 def main() -> None:
     """Call both services through the gateway."""
-    api_key = os.environ.get("PACELINE_API_KEY")
+    api_key = os.environ.get("PACELINE_API_KEY", "").strip()
     if not api_key:
         sys.exit("PACELINE_API_KEY is not set; set it to the API key, as `make up` prints it")
     with grpc.insecure_channel(os.environ.get("PACELINE_ADDRESS", "localhost:50050")) as channel:

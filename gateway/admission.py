@@ -17,6 +17,7 @@ from paceline import errors
 from paceline.rpc.identity import API_KEY_KEY, DEFAULT_TENANT, Identity, is_tenant, set_identity
 from paceline.rpc.interceptors import AroundInterceptor, Call
 from paceline.rpc.server import REFLECTION_METHODS
+from paceline.secret_files import read_pem
 
 
 class Access(Enum):
@@ -94,13 +95,18 @@ class JwtVerifier:
     """Identifies callers by JSON Web Tokens (RFC 7519), signed with one key and algorithm. They must expire (`exp`)."""
 
     def __init__(self, public_key_file: Path, algorithm: str, tenant_claim: str, audience: str = "") -> None:
+        """Read the key. Raises InvalidArgument if it is none for the algorithm, or PyJWT is missing."""
         try:
             import jwt  # noqa: PLC0415
         except ImportError as error:
             message = "needs PyJWT; install paceline[jwt]"
             raise errors.InvalidArgument(message, field="jwt_public_key_file") from error
         self._jwt = jwt
-        self._public_key = public_key_file.read_text()
+        try:
+            self._public_key = jwt.get_algorithm_by_name(algorithm).prepare_key(read_pem(public_key_file))
+        except (ValueError, jwt.InvalidKeyError) as error:
+            message = f"{public_key_file} holds no public key for {algorithm} in PEM"
+            raise errors.InvalidArgument(message, field="jwt_public_key_file") from error
         self._algorithm = algorithm
         self._tenant_claim = tenant_claim
         self._audience = audience or None

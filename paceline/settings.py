@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,13 +24,13 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from paceline.log import LogFormat
 from paceline.rpc.channel import TlsFiles
+from paceline.secret_files import check_secret, read_pem, read_secret
 
 CLIENT_VARIABLES = frozenset({"PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"})
 """Read by the client; services ignore them."""
 
 _AREAS = ("PACELINE_TRAINER_", "PACELINE_SAMPLER_", "PACELINE_GATEWAY_", "PACELINE_UP_")
 
-_MIN_SECRET_LENGTH = 16
 _MAX_SHOWN = 100
 """Most characters of an invalid value that an error message shows."""
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -105,6 +105,7 @@ class ServiceSettings(BaseSettings):
             raise ValueError("set tls_cert and tls_key together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        _check_pems(self, "tls_cert", "tls_key", "tls_client_ca")
         return self
 
 
@@ -120,12 +121,13 @@ class PeerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check_credential(self) -> Self:
-        if self.credential is None and self.credential_file is not None:
-            self.credential = SecretStr(_read_credential(self.credential_file))
+        if self.credential is None and (file := self.credential_file) is not None:
+            self.credential = SecretStr(_credential(lambda: read_secret(file)))
+        elif self.credential is not None:
+            given = self.credential.get_secret_value()
+            self.credential = SecretStr(_credential(lambda: check_secret(given)))
         if self.insecure == (self.credential is not None):
             raise ValueError("set credential or credential_file, or insecure to run without; not both")
-        if self.credential is not None:
-            _check_secret(self.credential.get_secret_value())
         return self
 
     @property
@@ -145,20 +147,25 @@ class BackendSettings(PeerSettings):
         return self
 
 
-def _read_credential(path: Path) -> str:
+def _credential(get: Callable[[], str]) -> str:
+    """Return the credential that `get` returns. Raises ValueError with what to do."""
     try:
-        return path.read_text("ascii").strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"credential_file: {path} cannot be read as a line of ASCII") from error
-
-
-def _check_secret(secret: str) -> None:
-    """Reject a secret that is too short, or that cannot be sent as metadata."""
-    if len(secret) < _MIN_SECRET_LENGTH or not (secret.isascii() and secret.isprintable()):
+        return get()
+    except ValueError as error:
         raise ValueError(
-            f"the credential must be at least {_MIN_SECRET_LENGTH} printable ASCII characters; "
-            "make one with `python -c 'import secrets; print(secrets.token_hex(32))'`, or set insecure to run without"
-        )
+            f"the credential {error}; make one with `python -c 'import secrets; print(secrets.token_hex(32))'`, "
+            "or set insecure to run without"
+        ) from error
+
+
+def _check_pems(settings: object, *names: str) -> None:
+    """Raise ValueError for a setting whose file is not PEM."""
+    for name in names:
+        if (path := getattr(settings, name)) is not None:
+            try:
+                read_pem(path)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
 
 
 class UpstreamTls(BaseModel):
@@ -172,6 +179,15 @@ class UpstreamTls(BaseModel):
     """PEM client certificate for mTLS."""
     upstream_tls_key: Path | None = None
     """PEM private key of upstream_tls_cert."""
+
+    @model_validator(mode="after")
+    def _check_upstream_tls(self) -> Self:
+        if (self.upstream_tls_cert is None) != (self.upstream_tls_key is None):
+            raise ValueError("set upstream_tls_cert and upstream_tls_key together")
+        if self.upstream_tls_cert and not self.upstream_tls_ca:
+            raise ValueError("upstream_tls_cert needs upstream_tls_ca; without it, calls are plaintext")
+        _check_pems(self, "upstream_tls_ca", "upstream_tls_cert", "upstream_tls_key")
+        return self
 
     @property
     def upstream_tls(self) -> TlsFiles | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.rpc.channel import TlsFiles
+from paceline.secret_files import read_pem
 
 DEFAULT_PORT = 50050
 DEFAULT_ADDRESS = f"localhost:{DEFAULT_PORT}"
@@ -143,9 +144,11 @@ def checked_seconds(value: object, field_name: str, *, allow_zero: bool = True, 
 
 def make_tls(ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> TlsFiles | None:
     """Return the files of a TLS connection; None for plaintext. Raises InvalidArgument for an unreadable file."""
-    source = "tls_ca" if ca else CA_VARIABLE
-    authorities = str(ca or os.environ.get(CA_VARIABLE, ""))
-    if not authorities:
+    source = CA_VARIABLE if ca is None else "tls_ca"
+    authorities = os.environ.get(CA_VARIABLE) if ca is None else str(ca)
+    if authorities is not None and not authorities.strip():
+        raise errors.InvalidArgument("is empty; give the authorities' file, or unset it for plaintext", field=source)
+    if authorities is None:
         if cert or key:
             raise errors.InvalidArgument("needs tls_ca: the authorities of the gateway's certificate", field="tls_cert")
         return None
@@ -188,20 +191,25 @@ def _find_address(given: str | None) -> str:
 def _find_key(given: str | None) -> tuple[str, str]:
     if not isinstance(given, str | None):
         raise errors.InvalidArgument.of_type(given, "the key, a string", "api_key")
-    key, source = (os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE) if given is None else (given, "api_key")
+    key, source = (os.environ.get(KEY_VARIABLE), KEY_VARIABLE) if given is None else (given, "api_key")
+    if key is None:
+        return "", ""
     key = key.strip()
+    if not key:
+        remedy = f"give a key, or unset {KEY_VARIABLE} for a gateway that requires none"
+        raise errors.InvalidArgument(f"is empty; {remedy}", field=source)
     if not all(" " <= character <= "~" for character in key):
         message = "contains a line break or another character that API keys never have; give the key alone, on one line"
         raise errors.InvalidArgument(message, field=source)
-    return key, source if key else ""
+    return key, source
 
 
 def _readable(path: str | Path, field_name: str) -> Path:
     try:
-        with Path(path).open("rb"):
-            return Path(path)
-    except OSError as problem:
-        raise errors.InvalidArgument(f"{path} cannot be read: {problem.strerror}", field=field_name) from problem
+        read_pem(Path(path))
+    except ValueError as problem:
+        raise errors.InvalidArgument(str(problem), field=field_name) from problem
+    return Path(path)
 
 
 def _restore(*settings: Any) -> Connection:

@@ -36,9 +36,10 @@ class ServiceClient(Catalog):
     `Timeouts.close` seconds. The logger "paceline" reports this, and which calls are retried, why and for how long.
 
     address: host:port; by default $PACELINE_ADDRESS, else localhost:50050.
-    api_key: by default $PACELINE_API_KEY; empty if the gateway requires none. Surrounding whitespace is stripped.
+    api_key: by default $PACELINE_API_KEY; unset if the gateway requires none, never empty. Surrounding whitespace is
+        stripped.
     tls_ca: PEM file of the authorities that issued the gateway's certificate, or "system" for the machine's own; by
-        default $PACELINE_TLS_CA. Empty means plaintext: the key is then readable on the network.
+        default $PACELINE_TLS_CA. Unset means plaintext: the key is then readable on the network. Never empty.
     tls_cert, tls_key: PEM files of a client certificate, if the gateway requires one.
     max_in_flight: how many calls may be in flight at the same time, 1 or more; further calls wait.
     """

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import grpc
 
+from paceline.secret_files import read_pem
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Sized for replies with the log-probabilities of whole batches; requests are split well below this."""
 
@@ -60,7 +62,8 @@ def open_channel(
     """Open a channel in the running event loop.
 
     `target` is host:port or a gRPC name; None for `tls` means plaintext. `bulk` is for streams of large messages within
-    a data center: it uses little memory and few frames, but transfers at most 2 MiB per round trip.
+    a data center: it uses little memory and few frames, but transfers at most 2 MiB per round trip. Raises ValueError
+    for a file that is not PEM.
     """
     options = _CHANNEL_OPTIONS + _BULK_OPTIONS if bulk else _CHANNEL_OPTIONS
     if tls is None:
@@ -70,4 +73,4 @@ def open_channel(
 
 
 def _read(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
+    return None if path is None else read_pem(path)

@@ -25,6 +25,7 @@ from paceline.errors import PacelineError
 from paceline.log import configure_logging, get_logger
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
 from paceline.rpc.port_limits import health_options, serve_metrics, service_options
+from paceline.secret_files import read_pem
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
@@ -203,9 +204,9 @@ def _add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
 def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
     if settings.tls_cert is None or settings.tls_key is None:
         return server.add_insecure_port(settings.listen)
-    client_ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
+    client_ca = read_pem(settings.tls_client_ca) if settings.tls_client_ca else None
     credentials = grpc.ssl_server_credentials(
-        [(settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())], client_ca, client_ca is not None
+        [(read_pem(settings.tls_key), read_pem(settings.tls_cert))], client_ca, client_ca is not None
     )
     return server.add_secure_port(settings.listen, credentials)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from paceline.api_keys import ApiKey, dump_keys, hash_token, new_token, parse_keys
+from paceline.api_keys import ApiKey, hash_token, new_token, update_keys
+from paceline.errors import InvalidArgument
 from paceline.machine import visible_gpus
+from paceline.secret_files import lock, read_secret, write_secret
 
 
 class CannotStart(Exception):
@@ -86,23 +88,31 @@ _CLOSE_SECONDS = 20.0
 def read_or_make_key(state: Path) -> Path:
     """Return the path of the API key file, created on first use together with the gateway's keys file.
 
-    Other keys in the keys file are kept. Raises CannotStart if `state` cannot be created or the keys file is malformed.
+    Other keys in the keys file are kept. Raises CannotStart if `state` cannot be created, a file cannot be read or
+    written, or a file holds no secret or no keys.
     """
     _make_state(state)
-    key_file = state / "api_key"
-    if not key_file.exists():
-        _write_secret(key_file, new_token())
-    digest = hash_token(key_file.read_text().strip())
-    keys_file = state / "keys.json"
+    key_file, keys_file = state / "api_key", state / "keys.json"
+    own = ApiKey(_KEY_NAME, "default", hash_token(_read_or_make(key_file, new_token)))
+    _read_or_make(state / "credential", lambda: secrets.token_urlsafe(32))
     try:
-        known = parse_keys(keys_file.read_text()) if keys_file.exists() else ()
-    except (ValueError, TypeError) as error:
+        update_keys(keys_file, lambda keys: (own, *(key for key in keys if key.name != _KEY_NAME)))
+    except InvalidArgument as error:
         raise CannotStart(f"{keys_file} is not a valid keys file ({error}); repair or remove it") from error
-    others = [key for key in known if key.name != _KEY_NAME]
-    _write_secret(keys_file, dump_keys([ApiKey(_KEY_NAME, "default", digest), *others]))
-    if not (state / "credential").exists():
-        _write_secret(state / "credential", secrets.token_urlsafe(32))
     return key_file
+
+
+def _read_or_make(path: Path, make: Callable[[], str]) -> str:
+    """Return the secret in a file, made on first use. Raises CannotStart."""
+    try:
+        with lock(path):
+            if not path.exists():
+                write_secret(path, make().encode())
+            return read_secret(path)
+    except OSError as error:
+        raise CannotStart(f"{error.filename} cannot be written ({error.strerror}); make room for it") from error
+    except ValueError as error:
+        raise CannotStart(f"{error}; remove it, and the next start makes a new one") from error
 
 
 def _make_state(state: Path) -> None:
@@ -303,8 +313,3 @@ def _count(given: Mapping[str, str], name: str) -> int:
     """Parse a number of GPUs; invalid values count as 1 here, and the service's settings refuse them."""
     text = given.get(name, "1")
     return int(text) if text.isdecimal() and int(text) > 0 else 1
-
-
-def _write_secret(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)

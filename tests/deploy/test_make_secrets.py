@@ -35,7 +35,7 @@ def test_containers_can_read_the_files_and_other_users_of_the_machine_cannot(tmp
     make_secrets(tmp_path / "secrets")
     assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
     for path in (tmp_path / "secrets").rglob("*"):
-        private = 0o600 if path.name == ".keys.json.lock" else 0o644
+        private = 0o600 if path.name == ".secrets.lock" else 0o644
         assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else private)
 
 

@@ -21,6 +21,7 @@ from gateway.http.services import Services
 from gateway.http.streaming import StreamedResponse
 from paceline import errors
 from paceline.layout import CheckpointPath
+from paceline.secret_files import lock, write_secret
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 PREFIX = "/api/v1/downloads/"
@@ -28,6 +29,7 @@ PREFIX = "/api/v1/downloads/"
 ARCHIVE = "checkpoint.tar"
 _VALID = timedelta(hours=1)
 _SECONDS = 3600.0
+_SECRET_BYTES = 32
 _NO_MORE = b"\0" * 1024
 """The end of a tar archive."""
 
@@ -128,14 +130,21 @@ class Downloads:
 
 
 def read_or_make_secret(path: Path) -> bytes:
-    """Return the secret in a file, created on first use."""
-    if not path.exists():
+    """Return the secret in a file, created on first use. Raises InvalidArgument if there is none to be had."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.touch(mode=0o600)
-        path.write_bytes(secrets.token_bytes(32))
-    secret = path.read_bytes()
-    if len(secret) < 32:
-        raise errors.InvalidArgument(f"{path} is too short; remove it to have a new one created", field="http_state")
+        with lock(path):
+            if not path.exists():
+                write_secret(path, secrets.token_bytes(_SECRET_BYTES))
+            secret = path.read_bytes()
+    except OSError as error:
+        message = f"{error.filename} cannot be read or written: {error.strerror}; make room, or see its mode and owner"
+        raise errors.InvalidArgument(message, field="http_state") from error
+    if len(secret) < _SECRET_BYTES or len(set(secret)) < _SECRET_BYTES // 2:
+        raise errors.InvalidArgument(
+            f"{path} is not a secret: it is too short or not random; remove it to have a new one created",
+            field="http_state",
+        )
     return secret
 
 

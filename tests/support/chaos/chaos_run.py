@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 from safetensors.numpy import load_file
 
-from paceline.api_keys import ApiKey, dump_keys, hash_token
+from paceline.api_keys import ApiKey, hash_token, update_keys
 from support.chaos.chaos_clients import NOT_EXECUTED, Client
 from support.chaos.chaos_faults import FullDisk, Killer, Services, TrainerKiller
 from support.chaos.chaos_scores import Scorer
@@ -71,7 +71,7 @@ class Chaos:
         self.volume = directory / "volume" / "checkpoints"
         self.volume.mkdir(parents=True)
         keys = [ApiKey(f"key-{tenant}", tenant, hash_token(f"pl-{tenant}")) for tenant in TENANTS]
-        (directory / "keys.json").write_text(dump_keys(keys))
+        update_keys(directory / "keys.json", lambda _: keys)
         trainer = {"JOINT_PASSES": json.dumps(joint_passes), **(settings or {})}
         self.services = Services(directory, self.volume, model, trainer)
         self.scorer = Scorer(model)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.keys import KeyRing, add_key, main, read_keys, remove_key
+from gateway.keys import KeyRing, add_key, main, remove_key
 from paceline import errors
-from paceline.api_keys import PREFIX
+from paceline.api_keys import PREFIX, read_keys
 from paceline.rpc.identity import Identity
 
 
@@ -48,7 +48,7 @@ def test_the_file_holds_no_key_and_is_private(keys_file):
     assert key not in keys_file.read_text()
     assert key.removeprefix(PREFIX) not in keys_file.read_text()
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
-    assert {path.name for path in keys_file.parent.iterdir()} == {"keys.json", ".keys.json.lock"}
+    assert {path.name for path in keys_file.parent.iterdir()} == {"keys.json", ".secrets.lock"}
 
 
 def test_changes_of_the_file_are_seen(keys_file):
@@ -101,7 +101,7 @@ def test_mode_owner_and_group_of_the_file_are_kept(keys_file):
     os.chown(keys_file, *owner)
     keys_file.chmod(0o640)
     add_key(keys_file, "team-a", "cluster")
-    for name, mode in (("keys.json", 0o640), (".keys.json.lock", 0o600)):
+    for name, mode in (("keys.json", 0o640), (".secrets.lock", 0o600)):
         status = (keys_file.parent / name).stat()
         assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (*owner, mode)
 

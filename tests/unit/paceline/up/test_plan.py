@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 from support.ports import free_service_ports
 
-from gateway.keys import add_key, read_keys
+from gateway.keys import add_key
 from paceline import up as module
-from paceline.api_keys import hash_token
+from paceline.api_keys import hash_token, read_keys
 from paceline.cli import main
 from paceline.machine import visible_gpus
 from paceline.up import up
