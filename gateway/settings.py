@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -9,6 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from paceline.settings import Address, PeerSettings, UpstreamTls
+
+_ORIGIN = re.compile(r"https?://[^\s/,*]+")
 
 
 class GatewaySettings(PeerSettings, UpstreamTls):
@@ -75,6 +78,11 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     """
     http_aliases: Annotated[tuple[str, ...], NoDecode] = ()
     """Additional names of the base model for HTTP clients, comma-separated."""
+    http_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """Origins of web pages that may call the HTTP APIs (CORS), comma-separated, as https://host:port; * means all.
+
+    Empty: no page may, and preflight requests need a key like any other.
+    """
     http_tokenizer: str = ""
     """Directory or Hugging Face id from which Tinker's SDK loads the tokenizer; empty means the model's name."""
     spill_in_flight: int = Field(16, ge=0)
@@ -82,11 +90,21 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     info_timeout_seconds: float = Field(5.0, gt=0)
     """How long GetCapabilities and WhoAmI wait for each service."""
 
-    @field_validator("samplers", "http_aliases", mode="before")
+    @field_validator("samplers", "http_aliases", "http_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(part.strip() for part in parts if part.strip()) if isinstance(parts, list | tuple) else parts
+
+    @field_validator("http_origins")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin; give it as https://host or https://host:port, without a path"
+                )
+        return value
 
     @field_validator("samplers")
     @classmethod

@@ -22,6 +22,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
@@ -45,6 +46,8 @@ from paceline.rpc.readers import READER_SECONDS
 from paceline.waiting_bytes import WaitingBytes
 
 _OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz", downloads.PREFIX)
+_EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "Version", "Checkpoint", "Sha256"))]
+"""Headers of responses that web pages may read."""
 _IDLE_SECONDS = 75
 """How long a connection may be idle after a response."""
 _HEAD_SECONDS = 20.0
@@ -91,7 +94,8 @@ class HttpEdge:
         )
         share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
         guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share)
-        self._server = _Server(_config(settings, guarded), settings.http_max_connections)
+        outermost = with_origins(guarded, settings.http_origins)
+        self._server = _Server(_config(settings, outermost), settings.http_max_connections)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -111,6 +115,22 @@ class HttpEdge:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self._tinker.stop()
         await self._online.stop()
+
+
+def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application that web pages of these origins may call; preflight requests, which have no key, end here.
+
+    Keys travel in headers that pages set, so no page is allowed to send cookies.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED,
+    )
 
 
 def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
@@ -317,30 +337,34 @@ def make_app(*apis: APIRouter) -> FastAPI:
 
     @app.exception_handler(errors.PacelineError)
     async def paceline_error(request: Request, error: errors.PacelineError) -> Response:
-        return problem(error)
+        return problem(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = () if first["type"] == "json_invalid" else first["loc"]  # else it is the number of a character
         parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "body"]
-        return problem(errors.InvalidArgument(str(first["msg"]), field="".join(parts).removeprefix(".")))
+        refusal = errors.InvalidArgument(str(first["msg"]), field="".join(parts).removeprefix("."))
+        return problem(refusal, request.url.path)
 
     @app.exception_handler(Exception)
     async def uncaught(request: Request, error: Exception) -> Response:
         unforeseen = errors.Internal.unforeseen()
         _log.error("uncaught", path=request.url.path[:96], error_id=unforeseen.error_id, exc_info=error)
-        return problem(unforeseen)
+        return problem(unforeseen, request.url.path)
 
     @app.exception_handler(UnicodeEncodeError)
     async def invalid_text(request: Request, error: UnicodeEncodeError) -> Response:
-        return problem(errors.UnreadableMessage("the request has text that is not Unicode: half of a surrogate pair"))
+        refusal = errors.UnreadableMessage("the request has text that is not Unicode: half of a surrogate pair")
+        return problem(refusal, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
         if error.status_code == HTTPStatus.NOT_FOUND:
-            return problem(errors.Unsupported("no such path; docs/compatibility.md lists what is served"), 404)
-        return problem(errors.Unsupported(str(error.detail)), error.status_code)
+            refusal = errors.Unsupported("no such path; docs/compatibility.md lists what is served")
+        else:
+            refusal = errors.Unsupported(str(error.detail))
+        return problem(refusal, request.url.path, error.status_code)
 
     return app
 

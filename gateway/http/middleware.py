@@ -75,13 +75,13 @@ class AccessMiddleware:
                 ):
                     await self._app(scope, body, answer)
             except errors.PacelineError as error:
-                await answer.fail(problem(error), scope, receive)
+                await answer.fail(problem(error, scope["path"]), scope, receive)
             except Exception:
                 if answer.status:  # already answered and logged by the application
                     return
                 unforeseen = errors.Internal.unforeseen()
                 _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=unforeseen.error_id)
-                await answer.fail(problem(unforeseen), scope, receive)
+                await answer.fail(problem(unforeseen, scope["path"]), scope, receive)
             finally:
                 log = _log.info if answer.status < HTTPStatus.BAD_REQUEST or answer.status == 408 else _log.warning
                 log(

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import NAME, Models
-from gateway.http.problems import problem_body
+from gateway.http.openai_errors import openai_body
 from gateway.http.services import Services
 from gateway.http.streaming import StreamedResponse
 from paceline import codec, errors
@@ -163,7 +163,7 @@ async def _events(first: Part, parts: AsyncIterator[Part]) -> AsyncGenerator[byt
         async for part in parts:
             yield b"data: " + part.data + b"\n\n"
     except errors.PacelineError as error:
-        yield b"data: " + json.dumps(problem_body(error)).encode() + b"\n\n"
+        yield b"data: " + json.dumps(openai_body(error)).encode() + b"\n\n"
         return
     yield b"data: [DONE]\n\n"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from gateway.http.openai_errors import is_openai, openai_body, openai_error
 from paceline import errors
 from paceline.errors import Code, PacelineError
 from paceline.rpc.status import status_message
@@ -31,21 +32,23 @@ _STATUSES = {
 }
 
 
-def problem(error: PacelineError, status: int | None = None) -> JSONResponse:
-    """Return the response for an error."""
+def problem(error: PacelineError, path: str, status: int | None = None) -> JSONResponse:
+    """Return the response for an error of a request to a path. A `status` overrides the error's."""
     is_large = isinstance(error, errors.MessageTooLarge)
-    known = HTTPStatus.REQUEST_ENTITY_TOO_LARGE if is_large else _STATUSES.get(error.code)
+    known: int | None = HTTPStatus.REQUEST_ENTITY_TOO_LARGE if is_large else _STATUSES.get(error.code)
+    if is_openai(path):
+        known = openai_error(error).status or known
     code = status or known or HTTPStatus.INTERNAL_SERVER_ERROR
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if code == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(problem_body(error), code, headers)
+    return JSONResponse(openai_body(error) if is_openai(path) else problem_body(error), code, headers)
 
 
 def problem_body(error: PacelineError) -> dict[str, Any]:
-    """Return an error as JSON: `detail` for people and Tinker's SDK, `error` for OpenAI's clients."""
+    """Return an error as JSON: `detail` for people and Tinker's SDK, `error` for other clients."""
     message = status_message(error)
     kind = "invalid_request_error" if is_fixable_by_caller(error) else "api_error"
     return {

@@ -331,12 +331,65 @@ def test_a_model_that_shall_not_call_tools_is_shown_none(client):
         ({"prompt": "x", "model": "run-" + "0" * 32 + "@0"}, "number from 1", openai.BadRequestError),
         ({"prompt": "x", "model": "other"}, "model", openai.NotFoundError),
         ({"prompt": "x", "model": "tinker://x"}, "model", openai.BadRequestError),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", openai.UnprocessableEntityError),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", openai.BadRequestError),
     ],
 )
 def test_what_is_not_served_is_refused_by_its_name(client, body, field, kind):
     with pytest.raises(kind, match=field):
         client.post("/completions", body={"model": "model", "max_tokens": 2, **body}, cast_to=object)
+
+
+def said(text):
+    return [{"role": "user", "content": text}]
+
+
+CHAT, TEXT = "/chat/completions", "/completions"
+UNTRUE = {"type": "function", "function": {"name": "look", "parameters": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    [
+        (CHAT, {"messages": said("x" * 2000)}, "context_length_exceeded", "messages"),
+        (CHAT, {"messages": said("x" * 10**6)}, "context_length_exceeded", "messages"),
+        (TEXT, {"prompt": "x" * 2000}, "context_length_exceeded", "prompt"),
+        (TEXT, {"prompt": [120] * 2000, "stream": True}, "context_length_exceeded", "prompt"),
+        (TEXT, {"model": "other", "prompt": "x"}, "model_not_found", "model"),
+        (TEXT, {"model": "run-" + "0" * 32, "prompt": "x"}, "model_not_found", "model"),
+        (TEXT, {"model": "run-" + "0" * 32 + "@7", "prompt": "x", "stream": True}, "model_not_found", "model"),
+        (TEXT, {"model": None, "prompt": "x"}, "missing_required_parameter", "model"),
+        (CHAT, {"messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
+        (TEXT, {"prompt": "x", "suffix": "y"}, "unsupported_parameter", "suffix"),
+        (TEXT, {"prompt": "x", "colour": "red"}, "unknown_parameter", "colour"),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 1}, "unsupported_value", "echo"),
+        (CHAT, {"messages": MESSAGES, "tools": [UNTRUE], "tool_choice": "required"},
+         "invalid_function_parameters", "tools[0].function.parameters"),
+        (CHAT, {"messages": MESSAGES, "tool_choice": "some"}, "invalid_value", "tool_choice"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "invalid_value", "response_format"),
+        (CHAT, {"messages": said(3)}, "invalid_value", "messages[0].content"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_codes_and_the_fields_of_openai(client, path, body, code, param):
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as refusal:
+        client.post(path, body={"model": "model", "max_tokens": 2, **body}, cast_to=object)
+    error = refusal.value
+    assert (error.code, error.param, error.type) == (code, param, "invalid_request_error")
+    assert (error.status_code == 404) == (code == "model_not_found")
+    assert error.body["reason"] in paceline.errors.CATALOG
+
+
+def test_an_unknown_key_is_told_as_by_openai(address):
+    with pytest.raises(openai.AuthenticationError) as refusal:
+        openai.OpenAI(base_url=address, api_key="wrong", max_retries=0).models.list()
+    assert (refusal.value.code, refusal.value.body["reason"]) == ("invalid_api_key", "INVALID_API_KEY")
+
+
+def test_an_error_in_the_middle_of_a_stream_is_told_the_same_way(client):
+    body = {"structured_outputs": {"regex": r"a[^\x00-\U0010ffff]"}}
+    stream = client.completions.create(model="model", prompt="x", max_tokens=4, stream=True, extra_body=body)
+    with pytest.raises(openai.APIError, match="the constraint allows no token") as failure:
+        list(stream)
+    assert (failure.value.type, failure.value.body["reason"]) == ("invalid_request_error", "NON_FINITE")
 
 
 def test_prompt_and_answer_fill_the_context_that_the_model_has_and_no_more(client):
@@ -366,7 +419,7 @@ def test_prompt_and_answer_fill_the_context_that_the_model_has_and_no_more(clien
 def test_what_a_chat_may_not_have_is_refused_by_its_name(client, body, field):
     with pytest.raises(openai.APIStatusError, match=field) as refusal:
         client.post("/chat/completions", body={"model": "model", **body}, cast_to=object)
-    assert refusal.value.status_code in {400, 422}
+    assert refusal.value.status_code == 400
 
 
 def test_anothers_runs_and_checkpoints_look_absent(cluster, address, run):

@@ -173,7 +173,7 @@ class DataPlane:
             try:
                 self.sessions.check(tenant_of(request), body.session_id)
             except SessionOver as over:
-                return problem(over, _GONE)
+                return problem(over, request.url.path, _GONE)
             return {"type": "session_heartbeat"}
 
         @router.post("/sessions/{session_id}/finish", status_code=204)

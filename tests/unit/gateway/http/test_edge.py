@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 
 import grpc
+import httpx
 import pytest
 import uvicorn
 import uvloop
@@ -453,3 +454,56 @@ async def test_a_request_ends_with_its_caller_however_many_wait_behind_it(waitin
         await begun.wait()
         writer.close()
         await left.wait()
+
+
+PAGE = "https://app.example:8443"
+
+
+class _Keys:
+    def identify(self, token):
+        return Identity("team") if token == "key" else None
+
+
+def _pages(*origins):
+    """Return a client of an application that needs a key and that pages of these origins may call."""
+    guarded = AccessMiddleware(_answer, [_Keys()], WaitingBytes(math.inf), 1 << 20, ())
+    app = edge.with_origins(guarded, GatewaySettings(insecure=True, http_origins=",".join(origins)).http_origins)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+
+def _preflight(origin):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    return {"Origin": origin} | asked
+
+
+async def test_pages_of_the_set_origins_may_call_and_need_a_key_only_for_the_call_itself():
+    async with _pages(PAGE) as client:
+        asked = await client.options("/v1/chat/completions", headers=_preflight(PAGE))
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert "access-control-allow-credentials" not in asked.headers
+        called = await client.post("/x", headers={"Origin": PAGE, "Authorization": "Bearer key"})
+        assert (called.status_code, called.headers["access-control-allow-origin"]) == (200, PAGE)
+        assert "X-Paceline-Version" in called.headers["access-control-expose-headers"]
+        refused = await client.post("/x", headers={"Origin": PAGE})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+async def test_pages_of_other_origins_are_allowed_nothing():
+    async with _pages(PAGE) as client:
+        asked = await client.options("/x", headers=_preflight("https://other.example"))
+        assert asked.status_code == 400
+        assert "access-control-allow-origin" not in asked.headers
+        called = await client.post("/x", headers={"Origin": "https://other.example", "Authorization": "Bearer key"})
+        assert "access-control-allow-origin" not in called.headers
+    async with _pages() as client:
+        asked = await client.options("/x", headers=_preflight(PAGE))
+        assert asked.status_code == 401
+        assert "access-control-allow-origin" not in asked.headers
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://*.example", "ftp://app.example"])
+def test_what_is_no_origin_is_refused(origin):
+    with pytest.raises(ValidationError, match="is no origin"):
+        GatewaySettings(insecure=True, http_origins=origin)

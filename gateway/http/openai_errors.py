@@ -1,0 +1,103 @@
+"""Errors as OpenAI's API has them: one table from Paceline's classes to OpenAI's codes, types and statuses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Any
+
+from paceline import errors
+from paceline.errors import PacelineError
+from paceline.rpc.status import status_message
+
+_PATHS = re.compile(r"(/weights/[^/]+)?/v1/(models(/.*)?|completions|chat/completions)/?")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiError:
+    """What OpenAI's clients tell errors apart by."""
+
+    code: str | None
+    """None where OpenAI has no code for it."""
+    kind: str = "invalid_request_error"
+    status: int | None = None
+    """None: the same as in all APIs."""
+
+
+_TABLE: dict[type[PacelineError], OpenAiError] = {
+    PacelineError: OpenAiError(None),
+    errors.InvalidArgument: OpenAiError("invalid_value"),
+    errors.UnreadableMessage: OpenAiError(None),
+    errors.MissingField: OpenAiError("missing_required_parameter"),
+    errors.UnknownField: OpenAiError("unknown_parameter"),
+    errors.SequenceTooLong: OpenAiError("context_length_exceeded"),
+    errors.Unsupported: OpenAiError("unsupported_value", status=HTTPStatus.BAD_REQUEST),
+    errors.NotFound: OpenAiError("model_not_found"),
+    errors.InvalidApiKey: OpenAiError("invalid_api_key"),
+    errors.Overloaded: OpenAiError("rate_limit_exceeded", "requests"),
+    errors.QuotaExceeded: OpenAiError("insufficient_quota", "insufficient_quota"),
+    errors.Unavailable: OpenAiError(None, "server_error"),
+    errors.TimedOut: OpenAiError(None, "server_error"),
+    errors.DataLoss: OpenAiError(None, "server_error"),
+    errors.Internal: OpenAiError(None, "server_error"),
+}
+"""A class that is missing here has the entry of its base. `openai_error` refines some of them."""
+
+_KNOWN = frozenset(
+    {"audio", "best_of", "function_call", "functions", "modalities", "moderation", "prediction",
+     "prompt_cache_retention", "suffix", "verbosity", "web_search_options"}
+)  # fmt: skip
+"""Parameters of OpenAI's API that are not served."""
+_PARAMETERS = re.compile(r"tools\[\d+\]\.function\.parameters")
+
+
+def is_openai(path: str) -> bool:
+    """Whether a request's path is one of OpenAI's API."""
+    return _PATHS.fullmatch(path) is not None
+
+
+def openai_error(error: PacelineError) -> OpenAiError:
+    """Return what an error is for OpenAI's clients."""
+    found = next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
+    code = found.code
+    if isinstance(error, errors.QuotaExceeded) and error.retry_after is not None:
+        kind = "tokens" if "tokens" in error.metadata.get("quota", "") else "requests"
+        return OpenAiError("rate_limit_exceeded", kind)
+    if isinstance(error, errors.UnknownField) and error.field in _KNOWN:
+        code = "unsupported_parameter"
+    elif isinstance(error, errors.OutOfRange):
+        code = _range_code(error) or code
+    elif isinstance(error, errors.InvalidArgument) and _PARAMETERS.fullmatch(error.field):
+        code = "invalid_function_parameters"
+    return replace(found, code=code)
+
+
+def openai_body(error: PacelineError) -> dict[str, Any]:
+    """Return an error as JSON: in `error` as OpenAI's clients know it, with Paceline's own `reason`."""
+    known, message = openai_error(error), status_message(error)
+    param = re.sub(r"^params\.|(?<=^model)\..*", "", error.field) or None
+    return {
+        "detail": message,
+        "error": {
+            "message": message,
+            "type": known.kind,
+            "param": param,
+            "code": known.code,
+            "reason": error.reason,
+        },
+    }
+
+
+def _range_code(error: errors.OutOfRange) -> str:
+    """Return OpenAI's code for a value out of range, by its facts; empty if they are not given."""
+    facts = error.metadata
+    if "length" in facts:
+        what = facts.get("of", "string")
+        is_above = int(facts["length"]) > int(facts["maximum"])
+        return f"{what}_above_max_length" if is_above else f"{what}_below_min_length"
+    if "value" not in facts:
+        return ""
+    what = "decimal" if "." in facts["maximum"] else "integer"
+    is_above = float(facts["value"]) >= float(facts["maximum"])
+    return f"{what}_above_max_value" if is_above else f"{what}_below_min_value"
