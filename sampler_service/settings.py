@@ -133,10 +133,15 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     """How vLLM gets a version. direct: copied directly into a slot. stock: through vLLM's own loading."""
     outputs: Outputs = "direct"
     """How tokens leave vLLM. direct: taken from its engine process directly. stock: by vLLM's own conversion."""
-    tool_parser: str = "hermes"
+    tool_parser: str = "auto"
     """vLLM's parser for the model's tool calls in OpenAI's API, by name (hermes, llama3_json, ...).
 
-    Empty means that requests with tools are refused.
+    auto: that of the model's family, or else hermes. Empty means that requests with tools are refused.
+    """
+    reasoning_parser: str = "auto"
+    """vLLM's parser for the reasoning before an answer in OpenAI's API, by name (qwen3, deepseek_r1, ...).
+
+    auto: that of the model's family, if all its models reason in one format. Empty: reasoning is part of the text.
     """
     enforce_eager: bool = False
     """Run without compiled graphs: starts faster, decodes slower."""
@@ -186,6 +191,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
             enforce_eager=self.enforce_eager,
             max_num_seqs=self.max_num_seqs,
             apply=self.apply,

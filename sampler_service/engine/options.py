@@ -99,6 +99,8 @@ class EngineOptions:
     """How tokens leave vLLM: taken from its engine process directly, or by vLLM's own conversion and generators."""
     tool_parser: str = ""
     """vLLM's parser for the model's tool calls, for OpenAI's API; empty means that requests with tools are refused."""
+    reasoning_parser: str = ""
+    """vLLM's parser for the reasoning before an answer; empty means that it is part of the text."""
     base_dir: Path | None = None
     """Directory through which the base weights are lent to a trainer on the same machine; None: they are not lent."""
     in_place: InPlace = "off"

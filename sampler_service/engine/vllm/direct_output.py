@@ -101,7 +101,8 @@ class TokenTap(OutputProcessor):
         name = request.request_id
         self._tapped[name] = tapped = RequestTokens(request, params, tokens)
         try:
-            added = await llm.add_request(name, prompt, params, lora_request=lora)
+            # Here constraints hold from the first token on, also of models whose answers begin with reasoning.
+            added = await llm.add_request(name, prompt, params, lora_request=lora, reasoning_ended=True)
             try:
                 yield
             finally:

@@ -60,6 +60,7 @@ from sampler_service.engine.vllm.params import (
     scoring_params,
     topk_rows,
 )
+from sampler_service.engine.vllm.parsers import Parsers, choose_parsers
 from sampler_service.engine.vllm.version_check import check_text
 from sampler_service.engine.vllm.worker.weight_export import LOAD_FORMAT, extra_config
 
@@ -96,6 +97,7 @@ class Started:
     info: ModelInfo
     linear: LinearShapes
     grammars: GrammarProcess
+    parsers: Parsers
     sockets: OwnDirectory | None
     """Directory of vLLM's sockets; None if it has none of its own."""
     slots: Slots = field(default_factory=Slots)
@@ -137,6 +139,9 @@ class VllmEngine:
         model = config.model_config
         if model.dtype is torch.float32 and not current_platform.is_cpu():
             raise EngineUnfit(NO_FLOAT32)
+        options = self._options
+        parsers = await asyncio.to_thread(choose_parsers, options.tool_parser, options.reasoning_parser, model)
+        config.structured_outputs_config.reasoning_parser = parsers.reasoning
         info = ModelInfo(
             name=self._options.model_name,
             max_context_length=model.max_model_len,
@@ -156,7 +161,7 @@ class VllmEngine:
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         with _own_sockets() as sockets:
             llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
-        self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config), sockets)
+        self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config), parsers, sockets)
         direct = self._options.apply == "direct"
         preparing = llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         sizes: list[int] = await while_alive(self.check_health, preparing)
@@ -245,7 +250,7 @@ class VllmEngine:
             from sampler_service.engine.vllm.openai_text import TextServer  # noqa: PLC0415
 
             check_text()
-            return TextServer(engine.llm, engine.info, engine.grammars, self._options.tool_parser)
+            return TextServer(engine.llm, engine.info, engine.grammars, engine.parsers)
 
         async with self._making_text:
             if self._text is None or self._text[0] is not engine.llm:
@@ -315,7 +320,7 @@ async def _generate(
     """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
     prompt = prompt_input(request.prompt, request.tenant)
     lora = lora_request(request.adapter) if request.adapter else None
-    outputs = llm.generate(prompt, params, request.request_id, lora_request=lora)
+    outputs = llm.generate(prompt, params, request.request_id, lora_request=lora, reasoning_ended=True)
 
     async def pass_on() -> None:
         try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from jinja2 import TemplateError
@@ -32,17 +33,25 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from paceline import errors
+from paceline.log import get_logger
 from paceline.types import ModelInfo
 from sampler_service.engine.protocol import TextEndpoint, TextRequest, Turn
 from sampler_service.engine.request_checks import check_tokens
 from sampler_service.engine.vllm.grammar import check_constraint_of
 from sampler_service.engine.vllm.grammar_process import GrammarProcess
 from sampler_service.engine.vllm.params import lora_request
+from sampler_service.engine.vllm.parsers import Parsers, check_effects
 from sampler_service.engine.vllm.tools import tool_use
 
-_DATA, _DONE = "data: ", "[DONE]"
+_DATA, _DONE, _ERROR = "data: ", "[DONE]", b'{"error":'
 _LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
 """What ends a line in Unicode but may be in JSON unescaped; many clients split streams there, as Python does."""
+_REASONING = ("reasoning_ended", "reasoning_parser_kwargs")
+"""What the layer tells the engine of a chat's reasoning."""
+_PROMPT = frozenset({"input_tokens", "input_text"})
+"""Names in vLLM's errors of a prompt that is too long."""
+_TYPES = frozenset({"str", "int", "float", "bool", "list", "dict", "tuple", "none"})
+_log = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -56,6 +65,8 @@ class _Call:
     """Number of its prompts that tokens are sampled for, or will be."""
     demands: str = ""
     """The field that demands tool calls which match their schemas; empty if none does."""
+    prompt: str = "prompt"
+    """The field that its prompts are in."""
     failure: BaseException | None = None
     """The original error from the engine, which the layer replaces by its own wording."""
 
@@ -66,14 +77,16 @@ _CALL: ContextVar[_Call] = ContextVar("paceline_text_call")
 class TextServer:
     """Serves calls of OpenAI's API."""
 
-    def __init__(self, llm: AsyncLLM, info: ModelInfo, grammars: GrammarProcess, tool_parser: str) -> None:
-        """`tool_parser` names vLLM's parser for the model's tool calls; empty means that tools are off."""
+    def __init__(self, llm: AsyncLLM, info: ModelInfo, grammars: GrammarProcess, parsers: Parsers) -> None:
+        """`parsers` are those of the model's answers; without one for tool calls, tools are refused."""
         engine: Any = _Engine(llm, info, grammars)
         models = _Models(engine, [BaseModelPath(name=info.name, model_path=info.name)])
         self._info = info
         self._grammars = grammars
-        renderer, self._chat = self._make_chat(llm, engine, models, tool_parser, "auto")
-        _, self._constrained_chat = self._make_chat(llm, engine, models, tool_parser, "parameter")
+        self._parsers = parsers
+        self._llm = llm
+        renderer, self._chat = self._make_chat(llm, engine, models, parsers, "auto")
+        _, self._constrained_chat = self._make_chat(llm, engine, models, parsers, "parameter")
         self._completion = OpenAIServingCompletion(
             engine,
             models,
@@ -87,7 +100,7 @@ class TextServer:
 
     @staticmethod
     def _make_chat(
-        llm: AsyncLLM, engine: Any, models: OpenAIServingModels, tool_parser: str, tool_strict_level: str
+        llm: AsyncLLM, engine: Any, models: OpenAIServingModels, parsers: Parsers, tool_strict_level: str
     ) -> tuple[OnlineRenderer, OpenAIServingChat]:
         """Return vLLM's renderer and server of chats. Every option is set, since defaults may change.
 
@@ -99,8 +112,9 @@ class TextServer:
             "chat_template_content_format": "auto",
             "default_chat_template_kwargs": None,
             "trust_request_chat_template": False,
-            "enable_auto_tools": bool(tool_parser),
-            "tool_parser": tool_parser or None,
+            "enable_auto_tools": bool(parsers.tool),
+            "tool_parser": parsers.tool or None,
+            "reasoning_parser": parsers.reasoning,
             "tool_strict_level": tool_strict_level,
             # A model that sees tools may call them, and the markup of its calls would be in the text.
             "exclude_tools_when_tool_choice_none": True,
@@ -126,6 +140,8 @@ class TextServer:
     async def complete(self, request: TextRequest) -> AsyncGenerator[bytes]:
         """Yield the response as JSON, whole or event by event. Raises InvalidArgument if the layer refuses the call."""
         call = _Call(request, str(request.body.get("model") or self._info.name))
+        if request.endpoint is TextEndpoint.CHAT_COMPLETIONS:
+            call.prompt = "messages"
         body = {**request.body, "model": self._info.name}
         token = _CALL.set(call)
         try:
@@ -138,11 +154,13 @@ class TextServer:
             TypeError,
             NotImplementedError,
         ) as error:
-            raise call.failure or _refusal(error) from error
+            raise call.failure or _refusal(error, call.prompt) from error
         finally:
             _CALL.reset(token)
         if call.failure is not None:
             raise call.failure
+        if isinstance(answer, ErrorResponse) and answer.error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise _unforeseen()
         if isinstance(answer, ErrorResponse):
             raise errors.InvalidArgument(answer.error.message, field=answer.error.param or "")
         if not isinstance(answer, AsyncGenerator):
@@ -152,12 +170,15 @@ class TextServer:
             async for event in events:
                 if call.failure is not None:
                     raise call.failure
+                if event.startswith(_ERROR):
+                    raise _unforeseen()
                 yield event
         if call.failure is not None:
             raise call.failure
 
     async def _answer(self, endpoint: TextEndpoint, body: dict[str, Any], turn: Turn) -> Any:
         if endpoint is TextEndpoint.CHAT_COMPLETIONS:
+            check_effects(body, self._parsers, self._llm.renderer, self._llm.model_config)
             use = tool_use(body)
             request = ChatCompletionRequest.model_validate(use.body)
             # With tools, the layer converts a constraint itself, before it makes one of both and samples.
@@ -183,6 +204,13 @@ async def _in_context(answer: AsyncGenerator[str], call: _Call) -> AsyncGenerato
                 data = line.removeprefix(_DATA)
                 if line.startswith(_DATA) and data != _DONE:
                     yield _encode(data)
+
+
+def _unforeseen() -> errors.Internal:
+    """Return the error of a failure in the serving layer itself, which has logged it."""
+    unforeseen = errors.Internal.unforeseen()
+    _log.error("vLLM's serving layer failed", error_id=unforeseen.error_id)
+    return unforeseen
 
 
 def _encode(text: str) -> bytes:
@@ -217,14 +245,16 @@ class _Engine:
         """Sample for the call in the current context."""
         call = _CALL.get()
         call.sampling += 1
-        return self._read(call, prompt, sampling_params, request_id)
+        # Constraints of a chat hold from the end of its reasoning on, those of a text from its start.
+        reasoning = {"reasoning_ended": True} | {name: others[name] for name in _REASONING if name in others}
+        return self._read(call, prompt, sampling_params, request_id, reasoning)
 
     async def _read(
-        self, call: _Call, prompt: Any, params: VllmSamplingParams, request_id: str
+        self, call: _Call, prompt: Any, params: VllmSamplingParams, request_id: str, reasoning: dict[str, Any]
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs as they are read; a slow reader delays only itself."""
         outputs: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-        sampling = asyncio.create_task(self._sample(call, prompt, params, request_id, outputs))
+        sampling = asyncio.create_task(self._sample(call, prompt, params, request_id, reasoning, outputs))
         sampling.add_done_callback(lambda _: outputs.put_nowait(None))
         try:
             while (output := await outputs.get()) is not None:
@@ -240,12 +270,13 @@ class _Engine:
         prompt: Any,
         params: VllmSamplingParams,
         request_id: str,
+        reasoning: dict[str, Any],
         outputs: asyncio.Queue[RequestOutput | None],
     ) -> None:
         """Sample in a place of the queue, and release it, and with the last of a call its weights, at the end."""
         request, tokens = call.request, prompt.get("prompt_token_ids") or []
         try:
-            check_tokens(self._info, tokens, "prompt", room=1)
+            check_tokens(self._info, tokens, call.prompt, room=1)
             if call.demands and params.structured_outputs is None:
                 message = "needs a tool parser for which vLLM has a grammar; PACELINE_SAMPLER_TOOL_PARSER names it"
                 raise errors.Unsupported(message, field=call.demands)
@@ -254,7 +285,7 @@ class _Engine:
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None
             async with request.place(len(tokens), params.n, params.max_tokens or 1):
-                generated = self._llm.generate(prompt, params, request_id, lora_request=lora)
+                generated = self._llm.generate(prompt, params, request_id, lora_request=lora, **reasoning)
                 try:
                     async with aclosing(generated) as source:
                         async for output in source:
@@ -271,7 +302,7 @@ class _Engine:
             call.failure = error
             raise
         except VLLMValidationError as error:
-            call.failure = _refusal(error)
+            call.failure = _refusal(error, call.prompt)
             raise
         call.sampling -= 1
         if not call.sampling:
@@ -288,11 +319,29 @@ def _check(output: RequestOutput, request: TextRequest) -> None:
         request.see(position[token].logprob for token, position in new if position and token in position)
 
 
-def _refusal(error: Exception) -> errors.PacelineError:
-    """Convert an error of the serving layer into InvalidArgument."""
+def _refusal(error: Exception, prompt: str) -> errors.PacelineError:
+    """Convert an error of the serving layer into InvalidArgument or SequenceTooLong.
+
+    `prompt` is the field that the prompt is in.
+    """
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return errors.InvalidArgument(str(first["msg"]), field=".".join(str(part) for part in first["loc"]))
+        return errors.InvalidArgument(str(first["msg"]), field=_field(first["loc"]))
     if isinstance(error, TemplateError):
         return errors.InvalidArgument(f"the model's chat template does not take them: {error}", field="messages")
-    return errors.InvalidArgument(str(error), field=getattr(error, "parameter", None) or "")
+    if not isinstance(error, VLLMValidationError):
+        return errors.InvalidArgument(str(error))
+    message, field = str(error.args[0]), error.parameter or ""
+    if field in _PROMPT:
+        return errors.SequenceTooLong(message, field=prompt)
+    return errors.InvalidArgument(message, field=field)
+
+
+def _field(place: Sequence[str | int]) -> str:
+    """Return the field at a place in the body, without the names of the types that were tried there."""
+    named = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if not _is_type(part)]
+    return "".join(named).removeprefix(".")
+
+
+def _is_type(part: str | int) -> bool:
+    return isinstance(part, str) and (part in _TYPES or not part.replace("_", "").isalnum() or part[:1].isupper())

@@ -82,7 +82,7 @@ _LAYER = "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"
 
 ENGINE: tuple[Internal, ...] = (
     Called(f"{_ASYNC_LLM}.from_vllm_config", 1, ("disable_log_stats",)),
-    Called(f"{_ASYNC_LLM}.generate", 4, ("lora_request",)),
+    Called(f"{_ASYNC_LLM}.generate", 4, ("lora_request", "reasoning_ended", "reasoning_parser_kwargs")),
     Called(f"{_ASYNC_LLM}.abort", 2),
     Called(f"{_ASYNC_LLM}.remove_lora", 2),
     Called(f"{_ASYNC_LLM}.collective_rpc", 2, ("args", "kwargs")),
@@ -95,6 +95,8 @@ ENGINE: tuple[Internal, ...] = (
     Called("vllm.v1.structured_output.backend_xgrammar:XgrammarBackend.compile_grammar", 3),
     Called("vllm.v1.structured_output.request:get_structured_output_key", 1),
     Called("vllm.tokenizers:cached_tokenizer_from_config", 1),
+    Called("vllm.renderers.hf:resolve_chat_template", 3, ("model_config",)),
+    Called("vllm.renderers.hf:_cached_resolve_chat_template_kwargs", 1),
     Called("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict", 3),
     Replaced(
         "vllm.lora.punica_wrapper.punica_base:PunicaWrapperABC.add_lora_logits",
@@ -102,7 +104,7 @@ ENGINE: tuple[Internal, ...] = (
     ),
 )
 TOKENS: tuple[Internal, ...] = (
-    Called(f"{_ASYNC_LLM}.add_request", 4, ("lora_request",)),
+    Called(f"{_ASYNC_LLM}.add_request", 4, ("lora_request", "reasoning_ended")),
     Called(f"{_ASYNC_LLM}.abort", 2, ("internal",)),
     Called(f"{_OUTPUTS}:RequestOutputCollector", 2),
     Replaced(f"{_OUTPUTS}:RequestOutputCollector.put", ("output",)),
@@ -164,6 +166,7 @@ _CHAT = (
     "trust_request_chat_template",
     "enable_auto_tools",
     "tool_parser",
+    "reasoning_parser",
     "tool_strict_level",
     "exclude_tools_when_tool_choice_none",
 )
