@@ -58,19 +58,34 @@ def test_objects_fit_the_schemas_of_kubernetes(folder: str, version: str) -> Non
 @pytest.mark.parametrize("folder", ["volume", *SERVICES])
 def test_folder_applies_by_itself(folder: str) -> None:
     found = kustomized(K8S / folder)
-    named = {(item["kind"], item["metadata"]["name"]) for item in found}
-    assert len(named) == len(found)
+    kept = {item["metadata"]["name"] for item in kustomized(K8S / "volume")}
     for item in found:
         pod = item["spec"]["template"]["spec"] if item["kind"] in {"Deployment", "StatefulSet"} else {}
         claims = [
             volume["persistentVolumeClaim"] for volume in pod.get("volumes", []) if "persistentVolumeClaim" in volume
         ]
-        assert {("PersistentVolumeClaim", claim["claimName"]) for claim in claims} <= named
+        assert {claim["claimName"] for claim in claims} <= kept
+
+
+def test_deleting_a_folder_deletes_nothing_of_another() -> None:
+    """`kubectl delete -k` deletes every object of a kustomization, also those that it shares with others."""
+    folders = sorted(path.parent for path in K8S.rglob("kustomization.yaml"))
+    found = [(item["kind"], item["metadata"]["name"]) for folder in folders for item in kustomized(folder)]
+    assert len(found) == len(set(found)), sorted(one for one in found if found.count(one) > 1)
+
+
+@each_service
+def test_deleting_a_service_deletes_no_data(service: str) -> None:
+    kinds = {item["kind"] for item in kustomized(K8S / service)}
+    assert not kinds & {"PersistentVolumeClaim", "PersistentVolume", "StorageClass", "Namespace", "Secret"}
+    for workload in objects(service, "StatefulSet"):
+        policy = workload["spec"].get("persistentVolumeClaimRetentionPolicy", {})
+        assert "Delete" not in policy.values()
 
 
 @pytest.mark.parametrize("folder", ["volume", *SERVICES])
 def test_every_file_of_a_folder_is_applied(folder: str) -> None:
-    listed = set(load(K8S / folder / "kustomization.yaml")["resources"]) - {"../volume"}
+    listed = set(load(K8S / folder / "kustomization.yaml")["resources"])
     assert listed == {path.name for path in (K8S / folder).iterdir()} - {"kustomization.yaml"}
 
 
