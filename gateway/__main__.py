@@ -15,11 +15,12 @@ from paceline.settings import load_settings
 def main() -> None:
     """Serve until SIGTERM."""
     settings = load_settings(GatewaySettings)
+    registry = CollectorRegistry()
     try:
-        service = GatewayService(settings)
+        service = GatewayService(settings, registry)
     except InvalidArgument as error:
         raise SystemExit(str(error)) from error
-    uvloop.run(serve(service, settings, CollectorRegistry()))
+    uvloop.run(serve(service, settings, registry))
 
 
 if __name__ == "__main__":

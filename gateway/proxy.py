@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from enum import Enum, auto
 from functools import cache, partial
 from time import monotonic
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import grpc
 from structlog.contextvars import get_contextvars
 
+from gateway.served_base import ServedBase, ask_base, common_base
 from paceline import errors
 from paceline.gateway.v1 import gateway_service_pb2
 from paceline.log import get_logger
@@ -54,6 +56,12 @@ _OWN_PREFIXES = ("x-paceline-", "grpc-", ":")
 _AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 """Statuses that gRPC itself gives for a service that is not there, or that stops and ends its calls."""
 _READY = grpc.ChannelConnectivity.READY
+_ASK_SECONDS = 5.0
+"""How long a service may take to say its base model."""
+_REFRESH_SECONDS = 30.0
+"""How often a connected service is asked again."""
+_RETRY_SECONDS = 1.0
+"""How soon one is asked again that did not answer."""
 _START_SECONDS = 60.0
 """How long a service may take to come up before it counts as down."""
 _CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
@@ -123,7 +131,7 @@ class Proxy(grpc.GenericRpcHandler):
             metadata.append((REQUEST_ID_KEY, request_id))
         if route is not None:
             metadata.append((ROUTE_KEY, route))
-        upstream = self._router.choose(method, key)
+        upstream = await self._router.choose(method, key)
         with self._waiting_bytes.waiting(tenant, len(request)) if isinstance(request, bytes) else nullcontext():
             call = kind(upstream)(method)(request, timeout=context.time_remaining(), metadata=metadata)
             try:
@@ -161,9 +169,10 @@ def gateway_error(failure: grpc.aio.AioRpcError, upstream: Upstream) -> errors.P
 class Router:
     """Chooses a service for each call.
 
-    The package in the method's name selects the service. Reachable samplers come first, and among them the one with the
-    fewest calls in flight. A sampler that has not served the version yet counts as having `spill_in_flight` more calls,
-    because it would have to load the version.
+    The package in the method's name selects the service. A sampler gets calls only while it is reachable and serves the
+    trainer's base model, by name and weights. Of these, the one with the fewest calls in flight is chosen. A sampler
+    that has not served the version yet counts as having `spill_in_flight` more calls, because it would have to load the
+    version; one that refuses all requests comes last.
     """
 
     def __init__(self, trainer: Upstream, samplers: Sequence[Upstream], spill_in_flight: int) -> None:
@@ -171,19 +180,89 @@ class Router:
         self.samplers = samplers
         self._spill = spill_in_flight
         self._holders = Holders(_MAX_KEYS)
+        self._unused: dict[Upstream, str] = {}
+        """Reachable samplers of another base model, and how it differs."""
+        self._changed = asyncio.Event()
+        for upstream in (trainer, *samplers):
+            upstream.on_change = self._note_change
 
-    def choose(self, method: str, key: RouteKey | None) -> Upstream:
-        """Return the service that handles a method. Raises Unsupported for an unknown package."""
+    @property
+    def base(self) -> ServedBase | None:
+        """The base model that is served: the trainer's or, until it was reached, the one that all samplers have."""
+        known = [sampler.base for sampler in self.samplers if sampler.base is not None]
+        return self.trainer.base or common_base(known)
+
+    @property
+    def unused(self) -> Mapping[Upstream, str]:
+        """Reachable samplers that get no calls because they serve another base model, and how it differs."""
+        return self._unused
+
+    async def choose(self, method: str, key: RouteKey | None, patience: float = 0.0) -> Upstream:
+        """Return the service that handles a method.
+
+        An unreachable service is waited for, at most `patience` seconds; one that is being connected to, a moment
+        longer. Raises Unsupported for an unknown package, UpstreamUnavailable if no sampler is reachable, and
+        ModelNotFound if those that are serve another base model than the trainer.
+        """
         if method.startswith(_TRAINER):
+            await self.trainer.wait_until_ready(patience)
             return self.trainer
         if not method.startswith(_SAMPLER):
             raise errors.Unsupported(f"no service behind the gateway has {method}")
+        if not self._usable():
+            await self._wait(patience)
         holders = self._holders.of(key) if key else frozenset()
 
         def rank(sampler: Upstream) -> tuple[bool, int]:
-            return not sampler.ready, sampler.in_flight + (0 if sampler in holders else self._spill)
+            is_refusing = sampler.base is None or bool(sampler.base.refusal)
+            return is_refusing, sampler.in_flight + (0 if sampler in holders else self._spill)
 
-        return min(self.samplers, key=rank)
+        if usable := self._usable():
+            return min(usable, key=rank)
+        raise self._nobody()
+
+    def _usable(self) -> list[Upstream]:
+        return [sampler for sampler in self.samplers if sampler.ready and sampler not in self._unused]
+
+    async def _wait(self, patience: float) -> None:
+        """Wait until a sampler can be used, at most `patience` seconds, and while one is being connected to."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience or _ASK_SECONDS):
+                while not self._usable() and (self._is_connecting() or (patience and self._is_any_away())):
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _is_connecting(self) -> bool:
+        return any(sampler.state is State.CONNECTING for sampler in self.samplers)
+
+    def _is_any_away(self) -> bool:
+        return any(sampler.state is State.AWAY for sampler in (self.trainer, *self.samplers))
+
+    def _nobody(self) -> errors.PacelineError:
+        if not self._unused or len(self._unused) < len(self.samplers):
+            return errors.UpstreamUnavailable("the sampler cannot be reached; try again")
+        if self.trainer.base is None:
+            return errors.UpstreamUnavailable("the trainer cannot be reached, and the samplers differ; try again")
+        found = "; ".join(f"{sampler.target}: {difference}" for sampler, difference in self._unused.items())
+        return errors.ModelNotFound(f"no sampler serves {self.trainer.base.name}, the trainer's base model ({found})")
+
+    def _note_change(self) -> None:
+        """Find out anew which samplers are unused, and log those that change."""
+        before, base = self._unused, self.base
+        self._unused = {}
+        for sampler in self.samplers:
+            if not sampler.ready or sampler.base is None:
+                continue
+            difference = sampler.base.difference(base) if base else "it cannot be compared until the trainer is reached"
+            if difference:
+                self._unused[sampler] = difference
+        for sampler, difference in self._unused.items():
+            if before.get(sampler) != difference:
+                _log.error("sampler gets no calls", target=sampler.target, reason=difference)
+        for sampler in before.keys() - self._unused.keys():
+            if sampler.ready:
+                _log.info("sampler gets calls again", target=sampler.target)
+        self._changed.set()
 
     @contextmanager
     def tracked(self, call: grpc.aio.Call, upstream: Upstream, key: RouteKey | None) -> Iterator[None]:
@@ -245,17 +324,36 @@ class Holders:
         return None if versions is None else versions.get(version)
 
 
-class Upstream:
-    """A service behind the gateway: its channel, readiness, and number of calls in flight."""
+class State(Enum):
+    """How far the gateway is with a service."""
 
-    def __init__(self, name: str, target: str, tls: TlsFiles | None) -> None:
+    CONNECTING = auto()
+    """It is being connected to, or asked for its base model."""
+    READY = auto()
+    AWAY = auto()
+    """The last try to connect has failed."""
+
+
+class Upstream:
+    """A service behind the gateway: its channel, state, base model, and number of calls in flight."""
+
+    def __init__(self, name: str, target: str, tls: TlsFiles | None, credential: str = "") -> None:
         """Open the channel in the running event loop. Logs and errors use `name`: trainer or sampler."""
         self.name = name
         self.target = target
         self.in_flight = 0
-        self.ready = False
+        self.state = State.CONNECTING
+        self.base: ServedBase | None = None
+        """What it said when it was asked last, at the latest after each time that it was connected to.
+
+        None if it does not say. What a trainer said holds until it says something else, what a sampler said until its
+        connection is lost.
+        """
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when state or base model change."""
+        self._credential = credential
         self.settled = asyncio.Event()
-        """Set once the first connection attempt has succeeded or failed."""
+        """Set once the first connection attempt has succeeded, and the service has said its base model, or failed."""
         # What a caller does not read has to wait in the service, and not here: any other channel receives all of it.
         self._channel = open_channel(target, tls, bulk=True)
         self.unary: Callable[[str], UnaryCall] = cache(self._channel.unary_unary)
@@ -268,11 +366,20 @@ class Upstream:
         self._created, self._was_up = monotonic(), False
         self._logged = ""
         """The event that was logged last."""
-        self._watching: asyncio.Task[None] | None = None
+        self._connected = False
+        self._connections = 0
+        """Changes of the connection so far, by which an answer is known to be of this one."""
+        self._to_ask = asyncio.Event()
+        self._tasks: Sequence[asyncio.Task[None]] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is connected and has been asked for its base model."""
+        return self.state is State.READY
 
     def connect(self) -> None:
         """Connect, and reconnect whenever the connection is lost."""
-        self._watching = asyncio.create_task(self._watch())
+        self._tasks = asyncio.create_task(self._watch()), asyncio.create_task(self._keep_asking())
 
     async def wait_until_ready(self, seconds: float) -> None:
         """Wait until the service is reachable, at most `seconds`."""
@@ -282,26 +389,69 @@ class Upstream:
 
     async def close(self) -> None:
         """Close the channel."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
     async def _watch(self) -> None:
         while True:
             state = self._channel.get_state(try_to_connect=True)
-            self.ready = state is _READY
-            (self._up.set if self.ready else self._up.clear)()
+            if state is _READY:
+                self._connected = True
+                self._to_ask.set()
+            else:
+                self._set(State.CONNECTING if state in _CONNECTING else State.AWAY, self._lasting_base())
             if state not in _CONNECTING:
-                self.settled.set()
                 # A connection that was closed for being idle is reopened at once, so this is not logged.
-                self._log_change()
+                self._log_change(is_up=state is _READY)
+            if state not in {_READY, *_CONNECTING}:
+                self.settled.set()
             await self._channel.wait_for_state_change(state)
+            self._connections += 1
+            if self._connected:
+                self._connected = False
+                # Whoever is there next has to say anew what it serves.
+                self._set(State.CONNECTING, self._lasting_base())
 
-    def _log_change(self) -> None:
-        self._was_up |= self.ready
+    async def _keep_asking(self) -> None:
+        seconds = _RETRY_SECONDS
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._to_ask.wait(), seconds)
+            self._to_ask.clear()
+            if self._connected:
+                seconds = _REFRESH_SECONDS if await self._ask() else _RETRY_SECONDS
+
+    async def _ask(self) -> bool:
+        """Ask the connected service for its base model; return whether it answered."""
+        connection, base, answered = self._connections, self._lasting_base(), True
+        try:
+            base = await ask_base(self._channel, self.name, self._credential, _ASK_SECONDS)
+        except grpc.aio.AioRpcError as failure:
+            answered = False
+            if failure.code() in _AWAY or failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return False  # it stays what it was: being connected to, if it has not answered since
+            # It is ready: its calls are answered with its own error, such as that of a wrong credential.
+        if connection == self._connections:
+            self._set(State.READY, base)
+            self.settled.set()
+        return answered
+
+    def _lasting_base(self) -> ServedBase | None:
+        return self.base if self.name == "trainer" else None
+
+    def _set(self, state: State, base: ServedBase | None) -> None:
+        changes = (state, base) != (self.state, self.base)
+        self.state, self.base = state, base
+        (self._up.set if self.ready else self._up.clear)()
+        if changes:
+            self.on_change()
+
+    def _log_change(self, *, is_up: bool) -> None:
+        self._was_up |= is_up
         is_late = self._was_up or monotonic() - self._created > _START_SECONDS
-        event = "upstream is up" if self.ready else "upstream is down" if is_late else "waiting for upstream"
+        event = "upstream is up" if is_up else "upstream is down" if is_late else "waiting for upstream"
         if event != self._logged:
             self._logged = event
             log = _log.warning if event == "upstream is down" else _log.info

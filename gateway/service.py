@@ -8,10 +8,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from gateway.admission import AdmissionInterceptor, AnonymousAuthenticator, Authenticator, FairQueue, JwtVerifier
 from gateway.http.services import Services
 from gateway.keys import KeyRing
+from gateway.metrics import SamplerMetrics
 from gateway.proxy import SERVICES, Proxy, Router, Upstream
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
@@ -36,9 +38,10 @@ class GatewayService:
     name = "gateway"
     service_names: Sequence[str] = tuple(SERVICES)
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        """Read the keys. Raises InvalidArgument that names the invalid setting."""
+    def __init__(self, settings: GatewaySettings, registry: CollectorRegistry | None = None) -> None:
+        """Read the keys. Metrics go to `registry`. Raises InvalidArgument that names the invalid setting."""
         self._settings = settings
+        self._registry = registry
         self._authenticators = _authenticators(settings)
         self._queue = FairQueue(
             settings.max_in_flight, settings.max_in_flight_per_tenant, settings.max_queued_per_tenant
@@ -53,13 +56,15 @@ class GatewayService:
     async def start(self, readiness: Readiness) -> None:
         settings = self._settings
         named = [("trainer", settings.trainer), *(("sampler", target) for target in settings.samplers)]
-        self._upstreams = [Upstream(name, target, settings.upstream_tls) for name, target in named]
+        self._upstreams = [Upstream(name, target, settings.upstream_tls, settings.secret) for name, target in named]
+        self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
+        if self._registry is not None:
+            SamplerMetrics(self._router, self._registry)
         for upstream in self._upstreams:
             upstream.connect()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CONNECT_SECONDS):
                 await asyncio.gather(*(upstream.settled.wait() for upstream in self._upstreams))
-        self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
         if settings.http_listen:
             try:
                 from gateway.http.edge import HttpEdge  # noqa: PLC0415 - without HTTP its libraries are not needed

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from gateway.proxy import Router, Upstream, gateway_error
+from gateway.served_base import ServedBase
 from gateway.settings import GatewaySettings
 from paceline import __version__, codec, errors
 from paceline.gateway.v1 import gateway_service_pb2 as pb
@@ -55,8 +56,13 @@ class GatewayServicer(GatewayServiceServicer):
         models: dict[str, pb.SupportedModel] = {}
         for info in trainer.models if trainer else ():
             _add(models, info).trainable = True
+        base = ServedBase.of(trainer.models[0]) if trainer and trainer.models else self._router.base
+        unused = []
         for sampler in samplers:
-            _add(models, sampler.model).sampleable = True
+            if why := _why_unused(sampler, base):
+                unused.append(f"{sampler.sampler_id}: {why}")
+            else:
+                _add(models, sampler.model).sampleable = True
         limits = [self._settings.max_message_bytes, trainer.max_message_bytes if trainer else 0]
         return pb.GetCapabilitiesResponse(
             models=models.values(),
@@ -64,6 +70,7 @@ class GatewayServicer(GatewayServiceServicer):
             optimizers=trainer.optimizers if trainer else (),
             max_message_bytes=min(filter(None, limits)),
             service_version=__version__,
+            unused_samplers=unused,
         )
 
     async def _ask(
@@ -71,8 +78,10 @@ class GatewayServicer(GatewayServiceServicer):
     ) -> tuple[OfTrainer | None, list[OfSampler]]:
         """Call a method without arguments of the trainer and of all samplers, for the caller.
 
-        Services that are unavailable, too slow, or too old to know the method are left out.
+        Services that are unavailable, too slow, or too old to know the method are left out, and quotas of samplers that
+        get no calls.
         """
+        asked = [one for one in self._router.samplers if method != "GetUsage" or one not in self._router.unused]
         metadata = peer_metadata(self._settings.secret, current_identity().tenant)
         timeout = self._settings.info_timeout_seconds
 
@@ -87,11 +96,16 @@ class GatewayServicer(GatewayServiceServicer):
                 raise error from failure
 
         of_trainer = ask(self._router.trainer, "paceline.trainer.v1.TrainerService", trainer_reply)
-        of_samplers = [
-            ask(sampler, "paceline.sampler.v1.SamplerService", sampler_reply) for sampler in self._router.samplers
-        ]
+        of_samplers = [ask(sampler, "paceline.sampler.v1.SamplerService", sampler_reply) for sampler in asked]
         trainer, samplers = await asyncio.gather(of_trainer, asyncio.gather(*of_samplers))
         return trainer, [sampler for sampler in samplers if sampler is not None]
+
+
+def _why_unused(sampler: sampler_pb.GetServerInfoResponse, base: ServedBase | None) -> str:
+    """Say why a sampler answers no requests; empty if it does."""
+    if base is None:
+        return "the samplers serve different base models, and the trainer cannot be reached"
+    return ServedBase.of(sampler.model).difference(base) or sampler.refusal
 
 
 def _add(models: dict[str, pb.SupportedModel], info: model_pb2.ModelInfo) -> pb.SupportedModel:

@@ -32,8 +32,6 @@ class Models:
         self._services = services
         self._names = names
         self._aliases = aliases
-        self._name = ""
-        """The base model's name; empty until a sampler has answered."""
 
     async def resolve(self, tenant: str, name: str, field: str = "model") -> ModelRef:
         """Return the weights that a name refers to.
@@ -79,9 +77,8 @@ class Models:
         raise errors.ModelNotFound(f"no such model: {name[:100]}; {served} is served", field=field)
 
     async def _served(self, tenant: str) -> str:
-        if not self._name:
-            self._name = (await self.describe_sampler(tenant)).model.name
-        return self._name
+        base = self._services.router.base
+        return base.name if base else (await self.describe_sampler(tenant)).model.name
 
     async def _named(self, tenant: str, name: str) -> Run | None:
         """Return the newest run with a name, preferring runs that have published; None if there is none."""

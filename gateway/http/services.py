@@ -115,8 +115,7 @@ class Services:
         await self.queue.acquire(tenant)
         try:
             with self.waiting_bytes.waiting(tenant, len(body)):
-                upstream = self.router.choose(method, key)
-                await upstream.wait_until_ready(_PATIENCE_SECONDS)
+                upstream = await self.router.choose(method, key, _PATIENCE_SECONDS)
                 call = kind(upstream)(method)(body, timeout=seconds, metadata=metadata)
                 with self.router.tracked(call, upstream, key), _converted(upstream):
                     yield call, upstream

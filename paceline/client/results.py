@@ -82,6 +82,9 @@ class ServerCapabilities:
     loss_fns: tuple[str, ...]
     optimizers: tuple[str, ...]
     max_message_bytes: int
+    unused_samplers: tuple[str, ...] = ()
+    """Samplers that get no calls because their base model is not the trainer's, or that refuse all requests: a
+    sentence each."""
 
 
 def publish_result_from_proto(message: trainer_pb.PublishWeightsResponse) -> PublishResult:
@@ -117,4 +120,5 @@ def capabilities_from_proto(message: gateway_pb.GetCapabilitiesResponse) -> Serv
         loss_fns=tuple(message.loss_fns),
         optimizers=tuple(message.optimizers),
         max_message_bytes=message.max_message_bytes,
+        unused_samplers=tuple(message.unused_samplers),
     )

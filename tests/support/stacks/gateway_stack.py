@@ -55,6 +55,9 @@ _OPTIONS = (
 class Trainer(TrainerServiceServicer):
     """Answers GetRun with the caller's tenant, or `error` if set, and blocks in ListRuns. Downloads never end."""
 
+    base: str = "tiny"
+    weights: str = ""
+    """SHA-256 of its base weights, as it says."""
     error: errors.PacelineError | None = None
     metadata: dict[str, str | bytes] = field(default_factory=dict)
     remaining: float | None = None
@@ -64,7 +67,9 @@ class Trainer(TrainerServiceServicer):
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def GetServerInfo(self, request, context):
-        models = [model_pb2.ModelInfo(name="tiny", max_lora_rank=32, max_context_length=512)]
+        models = [
+            model_pb2.ModelInfo(name=self.base, max_lora_rank=32, max_context_length=512, weights_sha256=self.weights)
+        ]
         return trainer_pb.GetServerInfoResponse(models=models, loss_fns=["ppo"], optimizers=["adamw"])
 
     async def GetUsage(self, request, context):
@@ -102,6 +107,10 @@ class Sampler(SamplerServiceServicer):
     """Answers with its name. Sample and streams of CompleteText wait while `gate` is closed; streams never end."""
 
     name: str = "sampler"
+    base: str = "tiny"
+    weights: str = ""
+    """SHA-256 of its base weights, as it says."""
+    refusal: str = ""
     error: errors.PacelineError | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     sent: int = 0
@@ -114,8 +123,10 @@ class Sampler(SamplerServiceServicer):
         self.gate.set()
 
     async def GetServerInfo(self, request, context):
-        model = model_pb2.ModelInfo(name="tiny", max_lora_rank=16, max_context_length=1024)
-        return sampler_pb.GetServerInfoResponse(model=model, sampler_id=self.name)
+        model = model_pb2.ModelInfo(
+            name=self.base, max_lora_rank=16, max_context_length=1024, weights_sha256=self.weights
+        )
+        return sampler_pb.GetServerInfoResponse(model=model, sampler_id=self.name, refusal=self.refusal)
 
     async def GetUsage(self, request, context):
         return sampler_pb.GetUsageResponse(quotas=[quota_pb2.Quota(name="versions", used=1, limit=16)])

@@ -22,7 +22,7 @@ class Sent(Exception):
 
 
 class Router:
-    def choose(self, method, key):
+    async def choose(self, method, key, patience):
         raise Sent
 
 
