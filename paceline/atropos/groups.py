@@ -8,6 +8,7 @@ batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from paceline.types.training import Array
 IGNORED = -100
 """Mask of a token that is not trained."""
 _MIN_DEVIATION = 1e-8
+_LARGEST_ADVANTAGE = 1e30
+"""float32 holds it, and its product with a ratio that is not absurd."""
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 1e-3, 1e3
+"""What the trainer divides logits by. A sampler takes no temperature between 0 and the lowest."""
 _BYTES_PER_TOKEN = 32
 """Upper bound of an encoded datum's size per token."""
 _MAX_BYTES = 3 << 20
@@ -40,54 +45,149 @@ class ScoredSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the model takes."""
+
+    vocab_size: int
+    max_context_length: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """The sequences of one step."""
+    """The sequences of one step, and what of the batch cannot be trained on."""
 
     sequences: tuple[ScoredSequence, ...]
     skipped: int
-    """Number of sequences without the sampler's log-probabilities or without trained tokens."""
+    """Number of sequences that are left out, those of skipped groups included."""
+    skipped_groups: int
+    problems: Mapping[str, int]
+    """Why, with the environment, as text -> number of groups or sequences."""
 
 
-def make_batch(groups: Iterable[Mapping[str, Any]], seq_len: int) -> TrainingBatch:
-    """Convert a batch. Raises ValueError for a group whose lists differ in length."""
-    rows, skipped = [], 0
+class _Unusable(Exception):
+    """A group or a sequence cannot be trained on; the message says why."""
+
+
+def make_batch(groups: Iterable[object], seq_len: int, bounds: Bounds | None = None) -> TrainingBatch:
+    """Convert a batch. What cannot be trained on is left out and counted: a sequence, or a group whose lists disagree.
+
+    `bounds` are checked if given, because the trainer would refuse whatever is sent together with a sequence beyond
+    them.
+    """
+    rows: list[_Row] = []
+    skipped, skipped_groups, problems = 0, 0, Counter[str]()
     for group in groups:
-        advantages = group_advantages(group)
-        for index in range(len(group["tokens"])):
-            row = _row(group, index, advantages[index], seq_len)
-            skipped += row is None
-            rows += [row] if row else []
-    return TrainingBatch(tuple(_sequence(row, len(rows)) for row in rows), skipped)
+        try:
+            checked = _Group.of(group)
+        except _Unusable as error:
+            skipped += _count(group)
+            skipped_groups += 1
+            problems[f"a group of {_environment(group)} {error}"] += 1
+            continue
+        for index in range(len(checked.tokens)):
+            try:
+                rows.append(_row(checked, index, seq_len, bounds))
+            except _Unusable as error:
+                skipped += 1
+                problems[f"a sequence of {_environment(group)} {error}"] += 1
+    return TrainingBatch(tuple(_sequence(row, len(rows)) for row in rows), skipped, skipped_groups, problems)
 
 
-def group_advantages(group: Mapping[str, Any]) -> list[Array]:
-    """Return each sequence's advantage, float64, shape [], or [tokens] if the group provides advantages.
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group with one entry per sequence in each list."""
+
+    tokens: Sequence[object]
+    masks: Sequence[object]
+    logprobs: Sequence[object]
+    advantages: Sequence[Array]
+    """One of each sequence, float64: shape [], or [tokens] if the group provides them."""
+    temperatures: Sequence[object]
+
+    @classmethod
+    def of(cls, group: object) -> _Group:
+        """Check a group's form. Raises _Unusable."""
+        if not isinstance(group, Mapping):
+            raise _Unusable("is no object")
+        tokens = _list(group, "tokens")
+        if not tokens:
+            raise _Unusable("has no sequences")
+        own = {name: _list(group, name, len(tokens)) for name in ("masks", "scores")}
+        given = {name: _list(group, name, len(tokens)) if group.get(name) else [] for name in _OPTIONAL}
+        overrides = _list(group, "overrides") if group.get("overrides") else []
+        if len(overrides) > len(tokens):
+            raise _Unusable(f"has {len(overrides)} overrides for {len(tokens)} sequences")
+        overrides = [_object(each, "overrides") for each in overrides] + [{}] * (len(tokens) - len(overrides))
+        shared = [_object(group.get(name), name) for name in ("generation_params", "group_overrides")]
+        return cls(
+            tokens,
+            own["masks"],
+            given["inference_logprobs"] or [None] * len(tokens),
+            _advantages(own["scores"], given["advantages"], overrides),
+            [_first("temperature", [override, *shared]) for override in overrides],
+        )
+
+
+_OPTIONAL = ("inference_logprobs", "advantages")
+
+
+def _list(group: Mapping[str, Any], name: str, length: int | None = None) -> list[Any]:
+    found = group.get(name)
+    if not isinstance(found, list):
+        raise _Unusable(f"has no list of {name}")
+    if length is not None and len(found) != length:
+        raise _Unusable(f"has {length} sequences and {len(found)} {name}")
+    return found
+
+
+def _object(value: object, name: str) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise _Unusable(f"has {name} that are no object")
+    return value or {}
+
+
+def _first(name: str, places: Iterable[Mapping[str, Any]]) -> object:
+    return next((place[name] for place in places if place.get(name) is not None), None)
+
+
+def _advantages(scores: list[Any], own: list[Any], overrides: Sequence[Mapping[str, Any]]) -> list[Array]:
+    """Return each sequence's advantage.
 
     By default it is the score minus the group's mean, divided by the group's standard deviation; a group of one keeps
     its score. An override may set it to zero.
     """
-    scores = np.array(group["scores"], np.float64)
-    if len(scores) != len(group["tokens"]):
-        raise ValueError(f"a group has {len(group['tokens'])} sequences and {len(scores)} scores")
-    if len(scores) > 1:
-        scores = (scores - scores.mean()) / max(float(scores.std()), _MIN_DEVIATION)
-    own = group.get("advantages")
-    found = [np.array(own[index] if own else score, np.float64) for index, score in enumerate(scores)]
-    for index, override in enumerate(group.get("overrides") or ()):
-        if override and override.get("set_advantage_to_zero"):
-            found[index] = np.zeros_like(found[index])
-    return found
+    values = _numbers(scores, "scores")
+    if not np.isfinite(values).all():
+        raise _Unusable("has scores that are NaN or infinite")
+    if len(values) > 1:
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = (values - values.mean()) / max(float(values.std()), _MIN_DEVIATION)
+    found = [_numbers(own[index], "advantages") if own and own[index] else score for index, score in enumerate(values)]
+    zero = [bool(override.get("set_advantage_to_zero")) for override in overrides]
+    return [np.zeros_like(each) if is_zero else np.asarray(each) for each, is_zero in zip(found, zero, strict=True)]
 
 
-def temperature_of(group: Mapping[str, Any], index: int) -> float:
-    """Return a sequence's sampling temperature: its override's, generation_params', group_overrides', else 1."""
-    overrides = group.get("overrides") or ()
-    own = overrides[index] if index < len(overrides) else None
-    for place in (own, group.get("generation_params"), group.get("group_overrides")):
-        if place and place.get("temperature") is not None:
-            temperature = float(place["temperature"])
-            return temperature if temperature > 0 else 1.0
-    return 1.0
+def _numbers(values: object, name: str, kinds: str = "iuf") -> Array:
+    """Return a list of numbers as an array, shape [N], integers as int64 and others as float64. Raises _Unusable."""
+    try:
+        found = np.array(values if isinstance(values, list) else None)
+    except ValueError:  # lists of different lengths
+        found = np.array(None)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in kinds):
+        raise _Unusable(f"has {name} that are no list of {'integers' if kinds == 'iu' else 'numbers'}")
+    return found.astype(np.int64 if kinds == "iu" else np.float64)
+
+
+def _count(group: object) -> int:
+    """Return how many sequences a group says that it has."""
+    tokens = group.get("tokens") if isinstance(group, Mapping) else None
+    return len(tokens) if isinstance(tokens, list) else 0
+
+
+def _environment(group: object) -> str:
+    """Name the environment that a group comes from, as far as the API server says."""
+    number = group.get("env_id") if isinstance(group, Mapping) else None
+    return f"environment {number}" if isinstance(number, int) else "an environment without env_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +200,43 @@ class _Row:
     temperature: float
 
 
-def _row(group: Mapping[str, Any], index: int, advantage: Array, seq_len: int) -> _Row | None:
-    """Shift a sequence; return None if it cannot be trained on."""
-    tokens, mask = np.array(group["tokens"][index], np.int64), np.array(group["masks"][index], np.int64)
-    if tokens.shape != mask.shape or tokens.ndim != 1:
-        raise ValueError(f"a sequence has {tokens.size} tokens and {mask.size} masks")
-    logprobs = (group.get("inference_logprobs") or [[]] * len(group["tokens"]))[index]
-    tokens, mask = tokens[: seq_len + 1], mask[: seq_len + 1]
+def _row(group: _Group, index: int, seq_len: int, bounds: Bounds | None) -> _Row:
+    """Shift a sequence. Raises _Unusable if it cannot be trained on."""
+    tokens, mask = _numbers(group.tokens[index], "tokens", "iu"), _numbers(group.masks[index], "masks", "iu")
+    if tokens.size != mask.size:
+        raise _Unusable(f"has {tokens.size} tokens and {mask.size} masks")
+    longest = min(seq_len, bounds.max_context_length) if bounds else seq_len
+    size, tokens, mask = tokens.size, tokens[: longest + 1], mask[: longest + 1]
     counted = mask[1:] != IGNORED
-    if len(logprobs) < len(tokens) or not counted.any():
-        return None
-    every = np.broadcast_to(advantage, mask.shape) if advantage.ndim == 0 else advantage[: len(mask)]
-    if every.shape != mask.shape:
-        raise ValueError(f"a sequence has {mask.size} tokens and {every.size} advantages")
-    return _Row(
-        tokens[:-1],
-        tokens[1:],
-        counted,
-        np.array(logprobs[1 : len(tokens)], np.float32),
-        every[1:],
-        temperature_of(group, index),
-    )
+    if not counted.any():
+        raise _Unusable(f"has no trained token within {longest} tokens")
+    if tokens.min() < 0 or (bounds and tokens.max() >= bounds.vocab_size):
+        bad = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+        raise _Unusable(f"has the token {bad}, which is not in the model's vocabulary")
+    if not group.logprobs[index]:
+        raise _Unusable("has no inference_logprobs; the environment's server must return them")
+    logprobs = _numbers(group.logprobs[index], "inference_logprobs")
+    if not len(tokens) <= len(logprobs) <= size:
+        raise _Unusable(f"has {size} tokens and {logprobs.size} inference_logprobs")
+    logprobs = logprobs[1 : len(tokens)].astype(np.float32)
+    if not (np.isfinite(logprobs) & (logprobs <= 0))[counted].all():
+        raise _Unusable("has inference_logprobs of trained tokens that are NaN, infinite or above 0")
+    advantage = group.advantages[index]
+    if advantage.ndim and advantage.size not in {size, mask.size}:
+        raise _Unusable(f"has {size} tokens and {advantage.size} advantages")
+    every = np.broadcast_to(advantage, mask.shape) if advantage.ndim == 0 else advantage[: mask.size]
+    if not (np.abs(every) <= _LARGEST_ADVANTAGE).all():
+        raise _Unusable("has advantages that are NaN or infinite")
+    return _Row(tokens[:-1], tokens[1:], counted, logprobs, every[1:], _temperature(group.temperatures[index]))
+
+
+def _temperature(given: object) -> float:
+    """Return a sequence's sampling temperature; 1 if none is given, or 0 for greedy sampling. Raises _Unusable."""
+    if given is None:
+        return 1.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= _HIGHEST_TEMPERATURE:
+        raise _Unusable(f"has a temperature that is no number from 0 to {_HIGHEST_TEMPERATURE:g}")
+    return max(float(given), _LOWEST_TEMPERATURE) if given else 1.0
 
 
 def _sequence(row: _Row, sequences: int) -> ScoredSequence:

@@ -6,14 +6,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline import errors
 from paceline.atropos.api import AtroposApi
-from paceline.atropos.groups import ScoredSequence, TrainingBatch, logprob_metrics, make_batch, micro_batches
+from paceline.atropos.groups import Bounds, ScoredSequence, TrainingBatch, logprob_metrics, make_batch, micro_batches
 from paceline.atropos.options import Options
 from paceline.client import ServiceClient, TrainingClient
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
@@ -32,6 +33,8 @@ _ADAMW = {"beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 _MAX_NORM = 1.0
 _STEP = -1
 """An optim_step, among the indices of forward_backwards."""
+_MOST_PROBLEMS = 5
+"""Reasons that are said for each batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class PulledBatch:
     clip_eps: float
     """The options that decide what the step's forward_backwards are. A restart with others finishes the step as it
     began."""
-    groups: list[dict[str, Any]]
+    groups: list[Any]
     refused: list[int] = field(default_factory=list)
     """Places, among the step's commands, of those that were not executed. A restart sends them once more, after the
     others, if their seq_ids have been used up; otherwise it sends them in their places."""
@@ -105,14 +108,19 @@ class AtroposTrainer:
         self._api = AtroposApi(options.atropos_url)
         self._progress = Progress(options.state)
         self._log = Log(options)
+        self._bounds: Bounds | None = None
+        """What the model takes; None until it is known."""
+        self._skipped = Counter[str]()
+        """What was left out of batches since the last step, by metric."""
 
     def run(self) -> None:
-        """Train until `training_steps`. Raises PacelineError, ConnectionError, ValueError."""
+        """Train until `training_steps`. Raises PacelineError, ConnectionError."""
         options = self._options
         self._check_bridge()
         self._api.wait(_SERVER_SECONDS, self._say)
         training = self._training_client()
-        step = self._service.get_run(training.run_id).step
+        run = self._service.get_run(training.run_id)
+        step, self._bounds = run.step, self._bounds_of(run.base_model)
         name = f"/weights/{options.run_name}/v1"
         self._say(f"run {training.run_id} at step {step}; environments sample from {name} of the gateway's HTTP port")
         self._api.register(
@@ -131,20 +139,21 @@ class AtroposTrainer:
 
     def _step(self, training: TrainingClient, step: int) -> int:
         """Train on the stored batch, or pull the next one; return the run's step afterwards."""
-        start, options = time.perf_counter(), self._options
-        pulled = self._progress.pulled()
+        start = time.perf_counter()
         run = self._service.get_run(training.run_id)
-        if pulled is None:
-            groups = self._api.next_batch(step, self._say)
-            # Before it is stored: a batch that can never be trained on would end every restart.
-            _usable(groups, options.seq_len)
-            split = (options.batch_size, options.seq_len, options.clip_eps)
-            pulled = PulledBatch(step + 1, run.last_seq_id, *split, groups)
-            self._progress.pull(pulled)
+        pulled = self._progress.pulled() or self._pull(step, run.last_seq_id)
         fetched = time.perf_counter()
-        batch = _usable(pulled.groups, pulled.seq_len)
+        batch = make_batch(pulled.groups, pulled.seq_len, self._bounds)
+        self._report(batch)
+        if not batch.sequences:  # stored for a model that takes more
+            self._say(f"step {pulled.step}: nothing of the stored batch can be trained on, it is dropped")
+            self._progress.done()
+            return step
         metrics = self._train(training, pulled, batch, run.last_seq_id - pulled.after_seq_id)
         self._progress.done()
+        for name, count in self._skipped.items():
+            metrics[name] = metrics.get(name, 0.0) + count
+        self._skipped.clear()
         metrics |= {"time/fetch": fetched - start, "time/step": time.perf_counter() - fetched}
         self._log.add(pulled.step, metrics)
         self._say(
@@ -152,6 +161,41 @@ class AtroposTrainer:
             f"alignment {metrics.get('alignment/diff_abs_mean', float('nan')):.2g}, {metrics['time/step']:.2f} s"
         )
         return self._service.get_run(training.run_id).step
+
+    def _pull(self, step: int, last_seq_id: int) -> PulledBatch:
+        """Wait for a batch of which something can be trained on, and store it."""
+        options = self._options
+        while True:
+            groups = self._api.next_batch(step, self._say)
+            batch = make_batch(groups, options.seq_len, self._bounds)
+            if batch.sequences:
+                break
+            # It is not stored: a batch that can never be trained on would end every restart.
+            self._report(batch)
+            self._say(f"step {step + 1}: nothing of the batch can be trained on, it is dropped; waiting for the next")
+        split = (options.batch_size, options.seq_len, options.clip_eps)
+        pulled = PulledBatch(step + 1, last_seq_id, *split, groups)
+        self._progress.pull(pulled)
+        return pulled
+
+    def _report(self, batch: TrainingBatch) -> None:
+        """Say what of a batch is left out, and count it."""
+        self._skipped["skipped_sequences"] += batch.skipped
+        self._skipped["skipped_groups"] += batch.skipped_groups
+        for problem, count in Counter(batch.problems).most_common(_MOST_PROBLEMS):
+            self._say(f"left out{f' {count} times' if count > 1 else ''}: {problem}")
+        if (more := len(batch.problems) - _MOST_PROBLEMS) > 0:
+            self._say(f"left out for {more} more reasons")
+
+    def _bounds_of(self, base_model: str) -> Bounds | None:
+        """Return what a served model takes, and say if it is less than --seq-len."""
+        for supported in self._service.get_server_capabilities().models:
+            model = supported.model
+            if model.name == base_model:
+                if self._options.seq_len > model.max_context_length:
+                    self._say(f"--seq-len is {self._options.seq_len}; the model takes {model.max_context_length}")
+                return Bounds(model.vocab_size, model.max_context_length)
+        return None
 
     def _train(
         self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
@@ -175,7 +219,7 @@ class AtroposTrainer:
         outputs: list[ForwardBackwardOutput] = []
         sequences: list[ScoredSequence] = []
         failures: list[errors.PacelineError] = []
-        metrics: dict[str, float] = {"skipped_sequences": float(batch.skipped)}
+        metrics: dict[str, float] = {"skipped_sequences": 0.0, "skipped_groups": 0.0}
         for place, index, future in passes:
             try:
                 outputs.append(future.result())
@@ -295,17 +339,6 @@ class AtroposTrainer:
             mode = self._options.weight_bridge_mode
             message = f"{mode} needs a sampler with bridge {wanted}; this one has {info.bridge}. Start it with "
             raise errors.Unsupported(message + f"`paceline up --bridge {wanted}`", field="--weight-bridge-mode")
-
-
-def _usable(groups: Sequence[Mapping[str, Any]], seq_len: int) -> TrainingBatch:
-    """Convert a batch. Raises ValueError if nothing of it can be trained on."""
-    batch = make_batch(groups, seq_len)
-    if not batch.sequences:
-        raise ValueError(
-            "no sequence of the batch has the sampler's log-probabilities and a prompt within --seq-len; see the "
-            "environment's config. The batch is dropped"
-        )
-    return batch
 
 
 def _order(count: int, refused: Sequence[int]) -> list[int]:

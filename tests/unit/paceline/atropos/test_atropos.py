@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from paceline.atropos.api import AtroposApi
-from paceline.atropos.groups import logprob_metrics, make_batch, micro_batches, temperature_of
+from paceline.atropos.groups import Bounds, logprob_metrics, make_batch, micro_batches
 from paceline.atropos.options import add_arguments, layer_indices, read_options
 from paceline.atropos.trainer import AtroposTrainer, Progress, PulledBatch
 
@@ -64,9 +64,7 @@ def test_overrides_masks_and_advantages_of_its_own_count():
     ],
 )
 def test_the_temperature_is_that_of_the_nearest_place(more, temperature):
-    given = group(**more)
-    assert temperature_of(given, 0) == temperature
-    inputs = make_batch([given], 64).sequences[0].datum.loss_inputs
+    inputs = make_batch([group(**more)], 64).sequences[0].datum.loss_inputs
     assert set(inputs.get("temperature", np.ones(1)).tolist()) == {np.float32(temperature)}
 
 
@@ -82,10 +80,88 @@ def test_long_sequences_are_cut():
     assert first.datum.model_input.tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("wrong", [{"scores": [1.0]}, {"masks": [[1], [1]]}, {"advantages": [[1.0], [1.0]]}])
-def test_lists_that_do_not_fit_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"has \d"):
-        make_batch([group() | wrong], 64)
+GOOD = [1.0, 1.0, -0.5, -0.25, -2.0]
+BAD_GROUPS = {
+    "no object": [1],
+    "nothing": None,
+    "no tokens": {"masks": []},
+    "no sequences": group(()),
+    "a score too few": group() | {"scores": [1.0]},
+    "a score that is NaN": group((1.0, float("nan"))),
+    "a score that is infinite": group((1.0, float("inf"))),
+    "a score that is text": group(("1.0", 0.0)),
+    "no score": group((None, 0.0)),
+    "scores that are no list": group() | {"scores": 1.0},
+    "a mask too few": group() | {"masks": [[-100, -100, 3, 4, 5]]},
+    "log-probabilities too few": group(inference_logprobs=[GOOD]),
+    "log-probabilities too many": group(inference_logprobs=[GOOD] * 3),
+    "overrides too many": group(overrides=[{}, {}, {"temperature": 0.5}]),
+    "overrides of another type": group(overrides=[0.5, {}]),
+    "parameters of another type": group(generation_params=[1]),
+    "advantages too few": group(advantages=[[0.0] * 5]),
+    "advantages that are text": group(advantages=["12345", "12345"]),
+    "advantages of several dimensions": group(advantages=[[[1.0], [1.0, 2.0]], [0.0] * 5]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_GROUPS)
+def test_a_bad_group_costs_itself_alone_and_is_named(kind):
+    bad = BAD_GROUPS[kind]
+    if isinstance(bad, dict):
+        bad["env_id"] = 7
+    alone, batch = make_batch([group()], 64), make_batch([group(), bad], 64)
+    assert [each.datum.loss_inputs["advantages"].tolist() for each in batch.sequences] == [
+        each.datum.loss_inputs["advantages"].tolist() for each in alone.sequences
+    ]
+    assert (batch.skipped_groups, list(batch.problems.values())) == (1, [1])
+    (problem,) = batch.problems
+    assert "environment 7" in problem or not isinstance(bad, dict)
+    assert make_batch([bad], 64).sequences == ()
+
+
+BAD_SEQUENCES = {
+    "no log-probabilities": {"inference_logprobs": None},
+    "short log-probabilities": {"inference_logprobs": GOOD[:3]},
+    "log-probabilities too many": {"inference_logprobs": [*GOOD, -1.0]},
+    "a log-probability that is NaN": {"inference_logprobs": [*GOOD[:4], float("nan")]},
+    "a log-probability that is infinite": {"inference_logprobs": [*GOOD[:4], float("-inf")]},
+    "a placeholder where a token is trained": {"inference_logprobs": [*GOOD[:4], 1.0]},
+    "no number": {"inference_logprobs": [*GOOD[:4], None]},
+    "a mask too short": {"masks": [-100, 2]},
+    "a mask too long": {"masks": [-100, -100, 3, 4, 5, 6]},
+    "nothing trained": {"masks": [-100] * 5},
+    "a mask of another type": {"masks": "masks"},
+    "a token beyond the vocabulary": {"tokens": [1, 2, 3, 4, 512]},
+    "a token below it": {"tokens": [1, 2, 3, 4, -1]},
+    "a token that is no integer": {"tokens": [1, 2, 3, 4, 5.5]},
+    "a token that is huge": {"tokens": [1, 2, 3, 4, 1 << 70]},
+    "no tokens": {"tokens": []},
+    "tokens of another type": {"tokens": None},
+    "nested tokens": {"tokens": [[1, 2, 3, 4, 5]]},
+    "advantages too few": {"advantages": [1.0, 1.0]},
+    "an advantage that is NaN": {"advantages": [0.0, 0.0, 0.0, 0.0, float("nan")]},
+    "an advantage that float32 cannot hold": {"advantages": [0.0, 0.0, 0.0, 0.0, 1e300]},
+    "a temperature that is text": {"overrides": {"temperature": "hot"}},
+    "a temperature that is NaN": {"overrides": {"temperature": float("nan")}},
+    "a temperature below 0": {"overrides": {"temperature": -1.0}},
+    "a temperature that is too high": {"overrides": {"temperature": 1e30}},
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SEQUENCES)
+def test_a_bad_sequence_costs_itself_alone_and_is_counted(kind):
+    given = group(overrides=[{}, {}], advantages=[[0.0, 0.0, 1.0, 1.0, 1.0]] * 2, env_id=3)
+    for name, value in BAD_SEQUENCES[kind].items():
+        given[name] = [given[name][0], value]
+    batch = make_batch([given], 64, Bounds(512, 64))
+    assert (len(batch.sequences), batch.skipped, batch.skipped_groups) == (1, 1, 0)
+    (problem,) = batch.problems
+    assert problem.startswith("a sequence of environment 3 has ")
+
+
+def test_a_sequence_is_cut_at_the_models_context_too():
+    (first, _) = make_batch([group()], 64, Bounds(512, 3)).sequences
+    assert first.datum.model_input.tolist() == [1, 2, 3]
 
 
 def test_micro_batches_are_the_same_each_time_and_each_is_one_command():
@@ -194,21 +270,44 @@ def test_a_server_that_was_restarted_is_told_of_the_trainer_again():
     assert len(said) == 1
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [[group(inference_logprobs=None)], [group() | {"scores": [1.0] * 5}]],
-    ids=["no log-probabilities", "lists of different lengths"],
-)
-def test_a_batch_that_cannot_be_trained_on_is_not_stored(tmp_path, groups):
-    run = SimpleNamespace(run_id="run-1", last_seq_id=0)
-    with answering([{"batch": groups}]) as (api, _):
-        options = SimpleNamespace(
-            atropos_url=api._address, state=tmp_path, seq_len=64, benchmark=False, log_dir=None, use_wandb=False
-        )
-        trainer = AtroposTrainer(options, SimpleNamespace(get_run=lambda run_id: run), print)
-        with pytest.raises(ValueError, match=r"log-probabilities|scores"):
-            trainer._step(run, 0)
+def trainer_of(api, state, said):
+    options = SimpleNamespace(
+        atropos_url=api._address,
+        state=state,
+        seq_len=64,
+        batch_size=2,
+        clip_eps=0.2,
+        benchmark=False,
+        log_dir=None,
+        use_wandb=False,
+    )
+    return AtroposTrainer(
+        options, SimpleNamespace(get_run=lambda _: SimpleNamespace(last_seq_id=0, step=1)), said.append
+    )
+
+
+def test_a_batch_of_which_nothing_can_be_trained_on_is_dropped_and_the_next_is_trained(tmp_path):
+    bad = [group(inference_logprobs=None, env_id=4), group() | {"scores": [1.0] * 5}, "group"]
+    said, trained = [], []
+    with answering([{"batch": bad}, 500, {"uuid": 1}, {"batch": [group(), *bad]}]) as (api, _):
+        trainer = trainer_of(api, tmp_path, said)
+        trainer._train = lambda training, pulled, batch, taken: trained.append(batch) or {"skipped_sequences": 0.0}
+        logged = []
+        trainer._log.add = lambda step, metrics: logged.append(metrics)
+        trainer._step(SimpleNamespace(run_id="run-1"), 0)
+    (batch,) = trained
+    assert len(batch.sequences) == 2
+    assert (logged[0]["skipped_sequences"], logged[0]["skipped_groups"]) == (8, 4)
+    assert "step 1: nothing of the batch can be trained on, it is dropped; waiting for the next" in said
+    assert any("2 times: a sequence of environment 4 has no inference_logprobs" in line for line in said)
     assert Progress(tmp_path).pulled() is None
+
+
+def test_an_answer_that_is_no_json_object_is_left_out_and_said():
+    said = []
+    with answering([[1], {"batch": 5}, {"batch": [group()]}]) as (api, _):
+        assert api.next_batch(0, said.append) == [group()]
+    assert said == ["the Atropos API server's batch is left out: it is no JSON object"]
 
 
 def test_a_server_that_is_away_is_told_by_its_address():
