@@ -8,7 +8,7 @@ Forwarded unchanged: messages, deadline, cancellation (both ways), metadata, sta
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
@@ -49,6 +49,10 @@ _ROUTED = frozenset(
 )
 """The methods after which a sampler holds the version that it was asked for."""
 _MAX_KEYS = 4096
+_CHANGES_RUNS = frozenset(
+    f"/paceline.trainer.v1.TrainerService/{name}" for name in ("CreateRun", "DeleteRun", "PublishWeights")
+)
+"""The methods after which a name may mean another run."""
 
 _OWN = (API_KEY_KEY, REQUEST_ID_KEY, "user-agent", "host", "te", "content-type")
 _OWN_PREFIXES = ("x-paceline-", "grpc-", ":")
@@ -135,7 +139,7 @@ class Proxy(grpc.GenericRpcHandler):
         with self._waiting_bytes.waiting(tenant, len(request)) if isinstance(request, bytes) else nullcontext():
             call = kind(upstream)(method)(request, timeout=context.time_remaining(), metadata=metadata)
             try:
-                with self._router.tracked(call, upstream, key):
+                with self._router.counted(method, tenant), self._router.tracked(call, upstream, key):
                     yield call
                     if trailing := tuple(await call.trailing_metadata()):
                         context.set_trailing_metadata(trailing)
@@ -180,6 +184,8 @@ class Router:
         self.samplers = samplers
         self._spill = spill_in_flight
         self._holders = Holders(_MAX_KEYS)
+        self.run_changes: Counter[str] = Counter()
+        """How many calls of each tenant that may change what its runs' names mean have ended."""
         self._unused: dict[Upstream, str] = {}
         """Reachable samplers of another base model, and how it differs."""
         self._changed = asyncio.Event()
@@ -263,6 +269,15 @@ class Router:
             if sampler.ready:
                 _log.info("sampler gets calls again", target=sampler.target)
         self._changed.set()
+
+    @contextmanager
+    def counted(self, method: str, tenant: str) -> Iterator[None]:
+        """Count a call that ends with the block, however it ends, if it may change what names of runs mean."""
+        try:
+            yield
+        finally:
+            if method in _CHANGES_RUNS:
+                self.run_changes[tenant] += 1
 
     @contextmanager
     def tracked(self, call: grpc.aio.Call, upstream: Upstream, key: RouteKey | None) -> Iterator[None]:

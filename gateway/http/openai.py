@@ -11,17 +11,16 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from gateway.http.middleware import tenant_of, while_connected
-from gateway.http.models import NAME, Models
+from gateway.http.models import Models, entry_of
 from gateway.http.openai_errors import openai_body
 from gateway.http.services import Services
 from gateway.http.streaming import StreamedResponse
 from paceline import codec, errors
 from paceline.chat import read_object
 from paceline.sampler.v1 import sampler_service_pb2 as pb
-from paceline.types import CheckpointKind, ModelRef
+from paceline.types import ModelRef
 
 _SECONDS = 3600.0
-_OWNER = "paceline"
 Part = pb.CompleteTextResponse
 
 
@@ -40,10 +39,7 @@ class OpenAiApi:
 
         @router.get("/models/{name:path}")
         async def model(request: Request, name: str) -> dict[str, Any]:
-            for entry in await self._list(tenant_of(request)):
-                if entry["id"] == name.partition("@")[0]:
-                    return {**entry, "id": name}
-            raise errors.ModelNotFound(f"no such model: {name[:100]}; GET /v1/models lists them", field="model")
+            return {**await self.models.entry(tenant_of(request), name)}
 
         return router
 
@@ -55,9 +51,9 @@ class OpenAiApi:
         async def models(request: Request) -> dict[str, Any]:
             name = request.path_params.get("weights")
             if name is None:
-                return {"object": "list", "data": await self._list(tenant_of(request))}
+                return (await self.models.listing(tenant_of(request))).body()
             await self.models.resolve(tenant_of(request), name)
-            return {"object": "list", "data": [_entry(name, 0)]}
+            return {"object": "list", "data": [entry_of(name)]}
 
         @router.post("/completions")
         async def completions(request: Request) -> Response:
@@ -80,23 +76,6 @@ class OpenAiApi:
         async with self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS) as parts:
             first, headers = await _first(parts)
             return json.loads(first.data), headers
-
-    async def _list(self, tenant: str) -> list[Mapping[str, Any]]:
-        """Return the entries that can be sampled from: the base model, runs with a version, sampler checkpoints."""
-        info = (await self.models.describe_sampler(tenant)).model
-        base = [_entry(name, 0) for name in self.models.base_names(info)]
-        published = [run for run in await self.models.runs(tenant) if run.latest_version]
-        named = {run.user_metadata[NAME]: run for run in reversed(published) if run.user_metadata.get(NAME)}
-        runs = [
-            _entry(name, run.create_time.timestamp(), latest_version=run.latest_version)
-            for name, run in [*((run.run_id, run) for run in published), *named.items()]
-        ]
-        checkpoints = [
-            _entry(checkpoint.path, checkpoint.create_time.timestamp(), sha256=checkpoint.sha256)
-            for checkpoint in await self.models.checkpoints(tenant)
-            if checkpoint.kind is CheckpointKind.SAMPLER
-        ]
-        return [*base, *runs, *checkpoints]
 
     async def _complete(self, request: Request, endpoint: pb.TextEndpoint.ValueType) -> Response:
         content = await request.body()
@@ -166,7 +145,3 @@ async def _events(first: Part, parts: AsyncIterator[Part]) -> AsyncGenerator[byt
         yield b"data: " + json.dumps(openai_body(error)).encode() + b"\n\n"
         return
     yield b"data: [DONE]\n\n"
-
-
-def _entry(name: str, created: float, **more: object) -> Mapping[str, Any]:
-    return {"id": name, "object": "model", "created": int(created), "owned_by": _OWNER, **more}

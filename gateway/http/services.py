@@ -117,7 +117,11 @@ class Services:
             with self.waiting_bytes.waiting(tenant, len(body)):
                 upstream = await self.router.choose(method, key, _PATIENCE_SECONDS)
                 call = kind(upstream)(method)(body, timeout=seconds, metadata=metadata)
-                with self.router.tracked(call, upstream, key), _converted(upstream):
+                with (
+                    self.router.counted(method, tenant),
+                    self.router.tracked(call, upstream, key),
+                    _converted(upstream),
+                ):
                     yield call, upstream
         finally:
             self.queue.release(tenant)

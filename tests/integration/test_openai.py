@@ -89,6 +89,8 @@ def test_models_are_the_base_model_runs_with_versions_and_checkpoints(client, ru
     assert [model.id for model in client.models.list()] == ["model", "gpt-nothing", run_id, checkpoint]
     assert client.models.retrieve(f"{run_id}@1").id == f"{run_id}@1"
     assert client.models.retrieve(checkpoint).id == checkpoint
+    tinkers = checkpoint.replace("paceline://", "tinker://").replace("/sampler/", "/sampler_weights/")
+    assert client.models.retrieve(tinkers).sha256 == client.models.retrieve(checkpoint).sha256
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
@@ -141,6 +143,32 @@ def test_the_newest_version_moves_with_publishing(client, service):
         training.publish_weights().result()
         told.append(client.completions.with_raw_response.create(model=training.run_id, prompt="a", max_tokens=1))
     assert [raw.headers["x-paceline-version"] for raw in told] == ["1", "2"]
+
+
+def test_names_answer_while_the_trainer_is_away(cluster, client, service, run):
+    training = service.create_lora_training_client(rank=4, user_metadata={"name": "policy"})
+    training.publish_weights(durable=True, wait_for="any").result()
+    assert greedy(client, "policy").model == "policy"
+    newer = service.create_lora_training_client(rank=4, user_metadata={"name": "policy"})
+    newer.publish_weights(durable=True, wait_for="any").result()
+    raw = client.completions.with_raw_response.create(model="policy", prompt=PROMPT, max_tokens=1)
+    assert raw.headers["x-paceline-run"] == newer.run_id
+    cluster.trainer.kill()
+    try:
+        wait_for(lambda: client.models.list().model_extra.get("incomplete"))
+        raw = client.completions.with_raw_response.create(model="policy", prompt=PROMPT, max_tokens=1)
+        assert raw.headers["x-paceline-run"] == newer.run_id
+        assert client.models.retrieve("policy").id == "policy"
+        listed = {model.id for model in client.models.list()}
+        assert {"model", "policy", newer.run_id} <= listed
+        with pytest.raises(openai.InternalServerError):
+            client.models.retrieve("unknown")
+    finally:
+        cluster.trainer.start()
+    for one in (training.run_id, newer.run_id):
+        service.delete_run(one)
+    with pytest.raises(openai.NotFoundError):
+        greedy(client, "policy")
 
 
 def test_a_chat_and_its_stream_say_the_same(client, run):

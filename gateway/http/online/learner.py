@@ -11,8 +11,8 @@ from uuid import uuid4
 
 from google.protobuf.message import Message
 
-from gateway.http.models import ONLINE
 from gateway.http.online.store import Command, Example, ExampleState, OnlineModel, OnlineStore, Settled
+from gateway.http.run_names import ONLINE
 from gateway.http.services import Services
 from paceline import codec, errors
 from paceline.client.retry import is_unread
