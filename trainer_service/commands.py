@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -31,12 +31,13 @@ from trainer_service.engine.optimizers.specs import spec_of
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AnswerRecord, Facts
 from trainer_service.limits.disk_guard import DiskGuard
+from trainer_service.limits.gates import Foreground
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import AckPolicy
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.sequencer import CommandProgress
+from trainer_service.runs.sequencer import READING, CommandProgress
 from trainer_service.settings import TrainerSettings
 
 _DEFAULT_ACK_SECONDS = 60.0
@@ -297,8 +298,10 @@ class RunExecutor:
         publisher: Publisher,
         policy: SnapshotPolicy,
         failpoints: Failpoints,
+        foreground: Foreground,
     ) -> None:
         self.facts = run.facts
+        self._foreground = foreground
         self._run = run
         self._executor = executor
         self._engine = engine
@@ -316,8 +319,11 @@ class RunExecutor:
 
     async def execute(self, command: Command, progress: CommandProgress) -> Message:
         start = perf_counter()
+        # A command that only reads may wait for samplers or for the disk, without the engine.
+        is_computing = nullcontext() if command.method in READING else self._foreground.working()
         try:
-            return await self._executor.execute(self._run, command, progress)
+            with is_computing:
+                return await self._executor.execute(self._run, command, progress)
         finally:
             self._seconds += perf_counter() - start
 

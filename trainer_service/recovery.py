@@ -1,5 +1,8 @@
 """Restores runs into an engine that has lost them: loads the newest snapshot, then replays the journal in order.
 
+A run that somebody waits for is restored at once. The others follow one after another, the newest first, and give way
+to work that somebody waits for: new work does not wait for runs that were left behind.
+
 A run whose state cannot be rebuilt is lost; its newest intact snapshot is offered as a state checkpoint, from which the
 run can continue.
 """
@@ -7,10 +10,9 @@ run can continue.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from paceline import errors
@@ -28,7 +30,7 @@ from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AnswerRecord, JournalDamagedError
 from trainer_service.journal.snapshots import OWN_FILES, Snapshot
-from trainer_service.limits.gates import ByteGate
+from trainer_service.limits.gates import ByteGate, Foreground
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.command import Command, answer_from_record
 from trainer_service.runs.record import RunRecord
@@ -40,6 +42,8 @@ _log = get_logger(__name__)
 
 _RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 """Delay between attempts to restore a run: initial and maximum."""
+_GIVE_WAY_SECONDS = 5.0
+"""How long a step of a restore that nobody waits for gives way to work that somebody waits for."""
 _TRANSIENT = (errors.Unavailable, errors.DiskFull, errors.OutOfMemory)
 """Errors that may make a replayed command fail temporarily. The run waits, and is never lost because of them."""
 
@@ -76,6 +80,9 @@ class Recovery:
         self._registry = registry
         self._deaths: Counter[str] = Counter()
         """Consecutive engine deaths during the replay of a run's answered commands, by run."""
+        self._foreground = Foreground()
+        self._asked: dict[str, None] = {}
+        """The runs that somebody waits for, first asked first; also while no engine runs."""
 
     def start(self, run: RunRecord, engines_lost: int) -> None:
         """Start a new run's commands; `engines_lost` is the number of engines lost before the run's own."""
@@ -86,39 +93,77 @@ class Recovery:
         self._spawn(self._try_recover(run))
 
     def _run_executor(self, run: RunRecord) -> RunExecutor:
-        return RunExecutor(run, self._commands, self._engine, self._publisher, self._policy, self._failpoints)
+        engine, policy, failpoints = self._engine, self._policy, self._failpoints
+        return RunExecutor(run, self._commands, engine, self._publisher, policy, failpoints, self._foreground)
+
+    def ask(self, run: RunRecord) -> None:
+        """Restore a run next, unless it is restored: somebody waits for it."""
+        if run.is_restored or run.run_id in self._asked:
+            return
+        self._asked[run.run_id] = None
+        self._foreground.wake()
+        self._spawn(self._try_recover(run))
 
     async def recover_all(self) -> None:
-        """Restore all runs into an engine that has just started."""
-        await asyncio.gather(*map(self._try_recover, self._registry))
+        """Restore all runs into an engine that has just started: at once those that somebody waits for.
 
-    async def _try_recover(self, run: RunRecord) -> None:
+        Of the others, those come first that have commands to execute.
+        """
+        engines_lost = self._registry.engines_lost
+        runs = {run.run_id: run for run in self._registry}
+        for run_id in [*self._asked]:
+            if run_id in runs:
+                self._spawn(self._try_recover(runs[run_id]))
+            else:
+                del self._asked[run_id]
+        await asyncio.sleep(0)  # they begin
+        for run in sorted(runs.values(), key=_order):
+            await self._give_way(run)
+            if self._registry.engines_lost != engines_lost:
+                return  # the next engine gets them
+            if run.run_id in self._asked:
+                continue
+            if self._deaths[run.run_id] or not await self._attempt(run):
+                self._spawn(self._try_recover(run, failures=1))
+
+    async def _give_way(self, run: RunRecord) -> None:
+        """Let work go first that somebody waits for, unless somebody waits for this run or for its memory."""
+        await self._foreground.give_way(_GIVE_WAY_SECONDS, lambda: run.run_id in self._asked or self._memory.is_awaited)
+
+    async def _try_recover(self, run: RunRecord, failures: int = 0) -> None:
         """Restore a run unless it is restored or closed; retry until that succeeds or the engine dies.
 
         After the death of an engine, the run is restored into the next one. A run whose replay kills the engine is
         delayed, longer each time, to let the others go first.
         """
-        await asyncio.sleep(backoff(self._deaths[run.run_id] - 1, _RETRY_SECONDS, _MAX_RETRY_SECONDS))
-        for failures in itertools.count(1):
-            async with run.recovering:
-                if run.is_restored or run.sequencer.is_closed:
-                    return
-                try:
-                    self._check_base(run)
-                    await self.recover(run)
-                    del self._deaths[run.run_id]
-                    return
-                except errors.BaseMismatch as error:
-                    _log.error("run not restored: different base model", run=run.run_id, error=error.message)
-                    run.sequencer.drain(error)
-                    self._publisher.all_returned(run)
-                    return
-                except errors.EngineUnavailable:
-                    _log.warning("engine died while a run was restored", run=run.run_id)
-                    return
-                except Exception:
-                    _log.exception("run not restored; retrying", run=run.run_id)
+        if delay := backoff(max(failures, self._deaths[run.run_id] - 1), _RETRY_SECONDS, _MAX_RETRY_SECONDS):
+            await asyncio.sleep(delay)
+        while not await self._attempt(run):
+            failures += 1
             await asyncio.sleep(backoff(failures, _RETRY_SECONDS, _MAX_RETRY_SECONDS))
+
+    async def _attempt(self, run: RunRecord) -> bool:
+        """Restore a run; return whether there is nothing left to do for it with this engine."""
+        async with run.recovering:
+            is_asked = run.run_id in self._asked
+            try:
+                if not run.is_restored and not run.sequencer.is_closed:
+                    with self._foreground.working() if is_asked else nullcontext():
+                        self._check_base(run)
+                        await self.recover(run)
+                    del self._deaths[run.run_id]
+            except errors.BaseMismatch as error:
+                _log.error("run not restored: different base model", run=run.run_id, error=error.message)
+                run.sequencer.drain(error)
+                self._publisher.all_returned(run)
+            except errors.EngineUnavailable:
+                _log.warning("engine died while a run was restored", run=run.run_id)
+                return True  # who waits for it has it restored into the next engine
+            except Exception:
+                _log.exception("run not restored; retrying", run=run.run_id)
+                return False
+            self._asked.pop(run.run_id, None)
+            return True
 
     def _check_base(self, run: RunRecord) -> None:
         """Check that the engine has the run's base weights. Raises BaseMismatch.
@@ -190,6 +235,7 @@ class Recovery:
         place = past.facts_before(past.first)
         replayed = [seq_id for seq_id in past.history.commands if past.first <= seq_id <= run.sequencer.executed]
         for seq_id in replayed:
+            await self._give_way(run)
             if before := past.history.answers.get(seq_id):
                 await self._replay(run, Command.from_record(past.history.commands[seq_id]), before)
                 place = before.facts
@@ -271,6 +317,11 @@ class Recovery:
             overwrite=False,
         )
         _log.warning("a lost run's newest snapshot is offered as a checkpoint", run=run.run_id, path=made.path)
+
+
+def _order(run: RunRecord) -> tuple[bool, float]:
+    """Sort runs with commands to execute first, then newer ones before older ones."""
+    return run.sequencer.executed >= run.sequencer.last_seq_id, -run.create_time.timestamp()
 
 
 def _changes_state(command: Command, before: AnswerRecord) -> bool:

@@ -117,6 +117,7 @@ class TrainerService:
             self._checkpoints,
             self._registry,
         )
+        self._publisher.on_missing = self._recovery.ask
         self._lifecycle = RunLifecycle(
             settings.max_runs_per_tenant,
             self._engine,
@@ -172,6 +173,7 @@ class TrainerService:
             self._agreements,
             self._quotas,
             self._tokenizer_files,
+            self._recovery.ask,
         )
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(

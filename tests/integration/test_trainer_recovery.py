@@ -63,6 +63,21 @@ def test_a_run_that_is_replayed_is_shown_as_it_was_before(trainer):
         assert run.step().step == 11
 
 
+def test_runs_are_restored_into_each_engine_whether_or_not_somebody_waits_for_them(trainer):
+    assert trainer.start()
+    with trainer.connect() as stub:
+        runs = [WarmRun(stub, f"run-{number}") for number in range(4)]
+        for run in runs:
+            run.step()
+        restored = 0
+        for _ in range(2):
+            trainer.kill_engine()
+            assert runs[0].step()  # the oldest, which would be the last
+            restored += len(runs)
+            wait_for(lambda: trainer.text().count("run restored") == restored, 120, trainer.text)  # noqa: B023
+        assert [run.get().step for run in runs] == [3, 1, 1, 1]
+
+
 def test_a_trainer_that_was_stopped_replays_nothing_and_continues_where_it_was(trainer):
     assert trainer.start()
     with trainer.connect() as stub:

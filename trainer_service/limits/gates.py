@@ -1,11 +1,11 @@
-"""Gates that admit in order of arrival."""
+"""Gates that admit in order of arrival, and work that gives way to other work."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 
 class ByteGate:
@@ -18,6 +18,11 @@ class ByteGate:
         self._holders = 0
         self.held = 0
         """Bytes held at present."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a holder waits for others to leave."""
+        return bool(self._waiting)
 
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
@@ -81,3 +86,33 @@ class FifoGate:
     def _wake_first(self) -> None:
         if self._places:
             self._places[0].set()
+
+
+class Foreground:
+    """Work that callers wait for. What nobody waits for gives way to it, for a while each time."""
+
+    def __init__(self) -> None:
+        self._working = 0
+        self._change = asyncio.Event()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the block as work that a caller waits for."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+            self.wake()
+
+    def wake(self) -> None:
+        """Have those that give way look again whether they may go on."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def give_way(self, seconds: float, is_urgent: Callable[[], bool]) -> None:
+        """Wait until no caller waits for work, until this is urgent, or at most some seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._working and not is_urgent():
+                    await self._change.wait()

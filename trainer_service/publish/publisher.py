@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -78,6 +78,9 @@ class Publisher:
 
         Samplers may serve the newest of them, so until then an older one is not announced as the newest.
         """
+
+        self.on_missing: Callable[[RunRecord], object] = lambda run: None
+        """Called with a run that has to be restored before a version that somebody asks for is there."""
 
     def start(self) -> None:
         """Create an empty staging directory, and announce the newest version of each run that has it on the volume."""
@@ -191,6 +194,7 @@ class Publisher:
             if directory in self._manifests or (directory / layout.MANIFEST_FILE).exists():
                 return directory
         if number and run.run_id in self._returning and self._is_recent(run.run_id, number):
+            self.on_missing(run)
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
         message = "none was published"
         if newest := run.latest_version:

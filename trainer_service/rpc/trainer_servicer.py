@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
@@ -64,7 +64,9 @@ class TrainerServicer(TrainerServiceServicer):
         agreements: Agreements,
         quotas: Quotas,
         tokenizer_files: Mapping[str, bytes],
+        ask_for: Callable[[RunRecord], None],
     ) -> None:
+        """`ask_for` has a run restored that somebody waits for."""
         self._settings = settings
         self._lifecycle = lifecycle
         self._commands = commands
@@ -74,6 +76,7 @@ class TrainerServicer(TrainerServiceServicer):
         self._agreements = agreements
         self._quotas = quotas
         self._tokenizer_files = tokenizer_files
+        self._ask_for = ask_for
         self._conversations = ConversationRenderer(settings.model)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -215,6 +218,7 @@ class TrainerServicer(TrainerServiceServicer):
         """
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)
+        self._ask_for(run)
         command = Command.of(request, identity.tenant)
         if run.state is RunState.LOST:
             run.sequencer.check_client(command)
