@@ -7,7 +7,9 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum, auto
+from hashlib import sha256
 from pathlib import Path
+from time import time
 from types import MappingProxyType
 from typing import Protocol
 
@@ -83,12 +85,19 @@ class Authenticator(Protocol):
         """Return the identity of a token's holder, or None if unknown. The token is empty if the caller sent none."""
         ...
 
+    def still_admits(self, identity: Identity) -> bool:
+        """Return whether the credential that `identify` found for this identity would be admitted now."""
+        ...
+
 
 class AnonymousAuthenticator:
     """Admits every caller as the default tenant, for a gateway that runs with --insecure."""
 
     def identify(self, token: str) -> Identity | None:
         return Identity(DEFAULT_TENANT)
+
+    def still_admits(self, identity: Identity) -> bool:
+        return identity.tenant == DEFAULT_TENANT and not identity.credential
 
 
 class JwtVerifier:
@@ -110,6 +119,8 @@ class JwtVerifier:
         self._algorithm = algorithm
         self._tenant_claim = tenant_claim
         self._audience = audience or None
+        self._id = sha256(f"{self._public_key}\0{algorithm}\0{tenant_claim}\0{audience}".encode()).hexdigest()[:32]
+        """Tells tokens of this key from those of others."""
 
     def identify(self, token: str) -> Identity | None:
         try:
@@ -122,8 +133,13 @@ class JwtVerifier:
             )
         except self._jwt.InvalidTokenError:
             return None
-        tenant = claims[self._tenant_claim]
-        return Identity(tenant, str(claims.get("sub", "jwt"))) if is_tenant(tenant) else None
+        tenant, credential = claims[self._tenant_claim], f"{self._id}:{int(claims['exp'])}"
+        return Identity(tenant, str(claims.get("sub", "jwt")), credential) if is_tenant(tenant) else None
+
+    def still_admits(self, identity: Identity) -> bool:
+        """Return whether the token was signed with this key and has not expired: at the time that its issuer set."""
+        key, _, expires = identity.credential.partition(":")
+        return key == self._id and expires.isdecimal() and time() < int(expires)
 
 
 def bearer_token(authorization: str) -> str:

@@ -43,7 +43,15 @@ class KeyRing:
         for key in self._keys:
             if hmac.compare_digest(digest, key.sha256):
                 found = key
-        return Identity(found.tenant, found.name) if found else None
+        return _identity(found) if found else None
+
+    def still_admits(self, identity: Identity) -> bool:
+        self._refresh()
+        return any(
+            (key.tenant, key.name, _identity(key).credential)
+            == (identity.tenant, identity.key_name, identity.credential)
+            for key in self._keys
+        )
 
     def _refresh(self) -> None:
         stamp = _stamp(self._path)
@@ -60,6 +68,10 @@ class KeyRing:
         else:
             self._stamp, self._logged = stamp, None
             _log.info("keys file reloaded", keys=len(self._keys))
+
+
+def _identity(key: ApiKey) -> Identity:
+    return Identity(key.tenant, key.name, hash_token(f"credential of {key.sha256}")[:32])
 
 
 def add_key(path: Path, tenant: str, name: str) -> str:

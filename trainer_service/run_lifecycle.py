@@ -12,6 +12,7 @@ from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 from paceline.types import LoraConfig, RunParameters
+from paceline.user_metadata import check_user_metadata
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.client import EngineProcess
@@ -90,7 +91,7 @@ class RunLifecycle:
         validation.check_base_model(base_model, model)
         if isinstance(parameters, LoraConfig):
             validation.check_lora(parameters, model)
-        validation.check_user_metadata(user_metadata)
+        check_user_metadata(user_metadata)
         limit = self._max_runs
         if len(self._registry.owned_by(identity)) >= limit:
             message = f"{limit} runs exist, as many as a tenant may have: delete one, or have the operator raise "

@@ -26,8 +26,6 @@ from trainer_service.engine.loss.specs import (
 
 _DEFAULT_LORA = LoraConfig()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MAX_METADATA = (64, 1024)
-"""Most entries, and most bytes in each."""
 _MAX_TARGETS = (512, 256)
 """Most entries, and most characters in each."""
 
@@ -38,16 +36,6 @@ def check_request_id(request_id: str) -> None:
         raise errors.MissingField("is not set; generate one per run", field="request_id")
     if not _REQUEST_ID.fullmatch(request_id):
         raise errors.InvalidName("must be 1 to 64 characters of [A-Za-z0-9_-]", field="request_id")
-
-
-def check_user_metadata(metadata: Mapping[str, str]) -> None:
-    """Check the metadata that a client attaches to a run."""
-    entries, size = _MAX_METADATA
-    if len(metadata) > entries:
-        raise errors.OutOfRange(f"has {len(metadata)} entries; at most {entries} are accepted", field="user_metadata")
-    for key, value in metadata.items():
-        if len(key.encode()) + len(value.encode()) > size:
-            raise errors.OutOfRange(f"has an entry of more than {size} bytes; shorten it", field="user_metadata")
 
 
 def check_base_model(name: str, model: ModelInfo) -> None:

@@ -25,7 +25,7 @@ class Database:
     """The database. Reads are quick and run on the calling thread; writes are awaited."""
 
     def __init__(self, path: Path, version: int, tables: str, *, survives_power_cuts: bool = False) -> None:
-        """Open the file or create it with these tables. Raises InvalidArgument for a newer or unusable file."""
+        """Open the file or create it with these tables. Raises InvalidArgument if its format is not `version`."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._read = _connect(path)
@@ -50,7 +50,7 @@ class Database:
 
     def _prepare(self, version: int, tables: str) -> None:
         (found,) = self._read.execute("PRAGMA user_version").fetchone()
-        if found > version:
+        if found not in {0, version}:
             message = f"is of format {found}, and this release reads {version}; start the release that wrote it"
             raise errors.InvalidArgument(message, field="http_state")
         if found == 0:

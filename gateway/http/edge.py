@@ -45,7 +45,7 @@ from paceline.log import get_logger
 from paceline.rpc.readers import READER_SECONDS
 from paceline.waiting_bytes import WaitingBytes
 
-_OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz", downloads.PREFIX)
+_OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz")
 _EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "Version", "Checkpoint", "Sha256"))]
 """Headers of responses that web pages may read."""
 _IDLE_SECONDS = 75
@@ -78,7 +78,7 @@ class HttpEdge:
     ) -> None:
         """Open the stored state. Raises InvalidArgument that names the invalid setting."""
         self._settings = settings
-        self._tinker = TinkerApi(services, waiting_bytes, settings)
+        self._tinker = TinkerApi(services, waiting_bytes, settings, authenticators)
         models = self._tinker.models
         metaclaw = MetaClawApi(services, models)
         self._online = OnlineApi(services, models, settings.http_state, settings.max_message_bytes)
@@ -93,7 +93,8 @@ class HttpEdge:
             self._online.routes(),
         )
         share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
-        guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share)
+        signed = {downloads.PREFIX: self._tinker.downloads.identify}
+        guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed)
         outermost = with_origins(guarded, settings.http_origins)
         self._server = _Server(_config(settings, outermost), settings.http_max_connections)
         self._serving: asyncio.Task[None] | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from fastapi import Request
@@ -46,8 +47,12 @@ class AccessMiddleware:
         max_body_bytes: int,
         open_paths: Sequence[str],
         max_requests_per_tenant: float = math.inf,
+        signed: Mapping[str, Callable[[str], Identity]] = MappingProxyType({}),
     ) -> None:
-        """`open_paths` need no key; a path that ends in / is a prefix."""
+        """`open_paths` need no key. Paths below a key of `signed` are credentials themselves: its function reads them.
+
+        It returns the caller, or raises the refusal.
+        """
         self._app = app
         self._authenticators = authenticators
         self._waiting_bytes = waiting_bytes
@@ -55,8 +60,8 @@ class AccessMiddleware:
         self._max_requests_per_tenant = max_requests_per_tenant
         self._requests: Counter[str] = Counter()
         """Unanswered requests by tenant."""
-        self._open = frozenset(path for path in open_paths if not path.endswith("/"))
-        self._open_below = tuple(path for path in open_paths if path.endswith("/"))
+        self._open = frozenset(open_paths)
+        self._signed = signed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,7 +120,7 @@ class AccessMiddleware:
     def _admit(self, path: str, headers: dict[str, str]) -> Identity | None:
         """Return the caller; None for an unknown one on an open path.
 
-        Raises InvalidApiKey, MessageTooLarge, InvalidArgument.
+        Raises InvalidApiKey, MessageTooLarge, InvalidArgument, and what `signed` raises.
         """
         length = headers.get("content-length", "0")
         if len(length) > _MAX_LENGTH_DIGITS:  # Python converts no more than 4300
@@ -124,20 +129,29 @@ class AccessMiddleware:
             )
         if length.isdecimal() and int(length) > self._max_body_bytes:
             raise _too_large(self._max_body_bytes)
+        for prefix, identify in self._signed.items():
+            if path.startswith(prefix):
+                return identify(path)
         token = headers.get("x-api-key", "") or bearer_token(headers.get("authorization", ""))
         token = token.removeprefix(_TINKER_PREFIX)
         for authenticator in self._authenticators:
             if identity := authenticator.identify(token):
                 return identity
-        if path.startswith(self._open_below) or (path in self._open and not token):
+        if path in self._open and not token:
             return None
         problem = "is not known" if token else "is missing"
         raise errors.InvalidApiKey(f"the API key {problem}; send `Authorization: Bearer <key>` or `X-API-Key: <key>`")
 
 
+def identity_of(request: Request) -> Identity:
+    """Return the caller of a request."""
+    identity: Identity = request.state.identity
+    return identity
+
+
 def tenant_of(request: Request) -> str:
     """Return the tenant of a request."""
-    return str(request.state.identity.tenant)
+    return identity_of(request).tenant
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CREDENTIAL_KEY = "x-paceline-credential"
 TENANT_KEY = "x-paceline-tenant"
@@ -28,6 +28,8 @@ class Identity:
     tenant: str
     key_name: str = ""
     """Name of the API key; empty if there is none."""
+    credential: str = field(default="", repr=False, compare=False)
+    """Tells the caller's credential from others, also from one that takes over its name; it does not disclose it."""
 
     @property
     def is_peer(self) -> bool:

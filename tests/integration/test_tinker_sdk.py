@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from contextlib import ExitStack
 from uuid import uuid4
 
 import compatibility_page
@@ -20,7 +21,7 @@ from test_tinker_releases import run_calls
 from tinker import types
 
 import paceline
-from gateway.keys import add_key
+from gateway.keys import add_key, remove_key
 
 pytestmark = pytest.mark.services
 PROMPT = [5, 6, 7, 8]
@@ -268,6 +269,44 @@ def test_runs_of_sessions_that_are_over_make_room(wire):
     assert listed["cursor"]["total_count"] > MAX_RUNS
 
 
+def test_the_run_of_a_session_that_is_over_is_saved_and_deleted(wire, service):
+    session_id, model_id = open_model(wire)
+    newest = service.list_runs()[0].run_id
+    wire.post("/forward_backward", content=forward_backward(model_id, 1))
+    fetch(wire, optim_step(wire, model_id, 2).json()["request_id"])
+    wire.post(f"/sessions/{session_id}/finish", json={"reason": {"type": "success"}})
+    wait_for(lambda: newest not in {run.run_id for run in service.list_runs()})
+    (left,) = wire.get(f"/training_runs/{model_id}/checkpoints").json()["checkpoints"]
+    assert left["checkpoint_id"].startswith("weights/session-end-")
+    assert left["expires_at"]
+    session_id = post(wire, "/create_session")["session_id"]
+    more = {"session_id": session_id, "model_seq_id": 0, "optimizer": True}
+    loaded = post(wire, "/load_weights", path=left["tinker_path"], **more)
+    again = fetch(wire, loaded["request_id"]).json()["model_id"]
+    wire.post("/forward_backward", content=forward_backward(again, 1))
+    assert fetch(wire, optim_step(wire, again, 2).json()["request_id"]).json()["metrics"]["optim/step"] == 2
+
+
+def test_what_is_kept_of_a_client_is_bounded(wire):
+    assert wire.post("/create_session", json={"user_metadata": {"text": "x" * 2000}}).status_code == 400
+    session_id, model_id = open_model(wire)
+    body = {
+        "session_id": session_id,
+        "sampling_session_seq_id": 0,
+        "base_model": "x" * 2000,
+        "model_path": "tinker://x",
+    }
+    assert wire.post("/create_sampling_session", json=body).status_code == 400
+    too_much = {"text": "x" * 2000}
+    made = post(wire, "/create_model", session_id=session_id, model_seq_id=1, user_metadata=too_much)
+    saved = post(wire, "/save_weights", model_id=model_id, seq_id=1, path="a", user_metadata=too_much)
+    for request_id in (made["request_id"], saved["request_id"]):
+        assert "OUT_OF_RANGE" in fetch(wire, request_id).json()["error"]
+    assert wire.get(f"/training_runs/{model_id}/checkpoints").json()["checkpoints"] == []
+    wire.post("/forward_backward", content=forward_backward(model_id, 2))
+    assert fetch(wire, optim_step(wire, model_id, 3).json()["request_id"]).json()["metrics"]["optim/step"] == 1
+
+
 def test_a_session_that_was_finished_takes_no_more(wire):
     session_id, model_id = open_model(wire)
     wire.post(f"/sessions/{session_id}/finish", json={})
@@ -376,7 +415,56 @@ def test_addresses_of_weights_work_without_a_key_and_only_as_they_were_signed(cl
     for other in (token[:-2] + "AA", "AAAA.BBBB", "x"):
         refused = httpx.get(weights.replace(token, other))
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "METHOD_NOT_ALLOWED")
-    assert httpx.get(weights.replace("adapter_model.safetensors", "..%2F..%2Frun.json")).status_code == 404
+    for other in ("adapter_config.json", "checkpoint.tar", "..%2F..%2Frun.json"):
+        assert httpx.get(weights.replace("adapter_model.safetensors", other)).status_code in {403, 404}
+
+
+def test_downloads_that_nobody_reads_hold_up_no_other_tenant(cluster, wire, address):
+    with ExitStack() as held:
+        greedy, other = (held.enter_context(tenant_of(cluster, address)) for _ in range(2))
+        urls = [save_external(tenant) for tenant in (greedy, other)]
+        clients = [held.enter_context(httpx.Client(timeout=60)) for _ in range(64)]
+        begun = [held.enter_context(client.stream("GET", urls[0])).status_code for client in clients]
+        assert set(begun) <= {200, 429}
+        assert len(httpx.get(urls[1], timeout=60).content) > 1000
+        _, model_id = open_model(other)
+        assert optim_step(other, model_id, 1).is_success
+
+
+def test_an_address_dies_with_the_key_that_asked_for_it(cluster, address):
+    with tenant_of(cluster, address, "goes-soon") as client:
+        url = save_external(client)
+        assert httpx.get(url).status_code == 200
+        remove_key(cluster.state / "keys.json", "goes-soon")
+        assert httpx.get(url).status_code == 403
+
+
+def tenant_of(cluster, address, name=""):
+    """Return an HTTP client of a new tenant."""
+    name = name or f"other-{uuid4().hex}"
+    key = add_key(cluster.state / "keys.json", name, name)
+    return httpx.Client(base_url=f"{address}/api/v1", headers={"X-API-Key": key}, timeout=60)
+
+
+def save_external(wire):
+    """Save a new model's weights; return the address of their file."""
+    _, model_id = open_model(wire)
+    fetch(wire, post(wire, "/save_weights_external", model_id=model_id, seq_id=1, path="out")["request_id"])
+    where = f"/training_runs/{model_id}/checkpoints/external_weights/out/external_weights_urls"
+    return wire.get(where).json()["urls"]["adapter_model.safetensors"]
+
+
+def test_a_checkpoint_without_its_type_is_refused_and_a_time_to_live_has_one_rule(wire):
+    _, model_id = open_model(wire)
+    saved = post(wire, "/save_weights", model_id=model_id, seq_id=1, path="a", ttl_seconds=1000)
+    fetch(wire, saved["request_id"])
+    where = f"/training_runs/{model_id}/checkpoints"
+    for answer in (wire.delete(f"{where}/a"), wire.put(f"{where}/a/ttl", json={}), wire.get(f"{where}/a/archive")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_PATH")
+    assert wire.put(f"{where}/weights/a/ttl", json={"ttl_seconds": 1000}).status_code == 204
+    for seconds in (0, -1, 10**10):
+        assert wire.put(f"{where}/weights/a/ttl", json={"ttl_seconds": seconds}).status_code == 400
+    assert wire.delete(f"{where}/weights/a").status_code == 204
 
 
 @pytest.mark.parametrize("key", ["", "tml-wrong", "Bearer"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from gateway.http.tinker.sampling import Asample, Sampling
 from gateway.http.tinker.sessions import SessionOver, Sessions
 from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import (
+    MAX_NAME,
     MAX_NUMBER,
     Body,
     CreateModel,
@@ -69,8 +69,8 @@ class CreateSamplingSession(Body):
 
     session_id: str
     sampling_session_seq_id: int = Field(ge=0, le=MAX_NUMBER)
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: str | None = Field(None, max_length=MAX_NAME)
+    model_path: str | None = Field(None, max_length=MAX_NAME)
 
 
 class OfSampler(Body):
@@ -162,10 +162,8 @@ class DataPlane:
 
         @router.post("/create_session")
         async def create_session(request: Request, body: CreateSession) -> dict[str, Any]:
-            metadata = {"tags": list(body.tags), "user_metadata": body.user_metadata}
-            # Raises UnicodeEncodeError for text that could not be returned later.
-            json.dumps(metadata, ensure_ascii=False).encode()
-            session_id = await self.sessions.open(tenant_of(request), metadata, body.display_name)
+            tenant = tenant_of(request)
+            session_id = await self.sessions.open(tenant, body.tags, body.user_metadata, body.display_name)
             return {"session_id": session_id, "type": "create_session"}
 
         @router.post("/session_heartbeat", response_model=None)

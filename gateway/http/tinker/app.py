@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from fastapi import APIRouter
 
+from gateway.admission import Authenticator
 from gateway.http.models import Models
 from gateway.http.services import Services
 from gateway.http.tinker.api import DataPlane
@@ -15,12 +16,14 @@ from gateway.http.tinker.catalog import Catalog
 from gateway.http.tinker.downloads import Downloads, read_or_make_secret
 from gateway.http.tinker.futures import Futures
 from gateway.http.tinker.names import Aliases, Names
+from gateway.http.tinker.retirement import Retirement
 from gateway.http.tinker.sampling import Sampling
 from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Store
 from gateway.http.tinker.training import Training
 from gateway.settings import GatewaySettings
 from paceline import errors
+from paceline.steady_clock import SteadyClock
 from paceline.waiting_bytes import WaitingBytes
 
 PREFIX = "/api/v1"
@@ -48,22 +51,36 @@ _UNSERVED = {
 class TinkerApi:
     """The routes, and the background work behind them."""
 
-    def __init__(self, services: Services, waiting_bytes: WaitingBytes, settings: GatewaySettings) -> None:
-        """Open the files in `http_state`. Raises InvalidArgument if one cannot be used."""
+    def __init__(
+        self,
+        services: Services,
+        waiting_bytes: WaitingBytes,
+        settings: GatewaySettings,
+        authenticators: Sequence[Authenticator] = (),
+    ) -> None:
+        """Open the files in `http_state`. Raises InvalidArgument if one cannot be used.
+
+        Download URLs hold as long as one of the authenticators admits the key that asked for them.
+        """
         state, max_bytes = settings.http_state, settings.max_message_bytes
         self._store = Store(state / "tinker.sqlite")
-        self._futures = Futures(self._store, waiting_bytes)
-        self._sessions = Sessions(self._store, self._futures)
+        clock = SteadyClock()
+        # A client cannot be heard while the gateway is away, so that time is not counted.
+        clock.resume(state / "clock.json", counts_downtime=False)
+        self._futures = Futures(self._store, waiting_bytes, clock)
+        self._sessions = Sessions(self._store, self._futures, clock)
         names, aliases = Names(self._store), Aliases(settings.http_aliases)
         # Posted work counts its bytes until it is done. Its calls count none, or it would wait for itself.
         sending = replace(services, waiting_bytes=WaitingBytes())
+        self._retirement = Retirement(sending, self._store)
+        self._sessions.on_over = self._retirement.wake
         self._training = training = Training(
-            sending, self._store, names, aliases, self._sessions, self._futures, max_bytes
+            sending, self._store, names, aliases, self._retirement, self._futures, max_bytes
         )
         seeds = read_or_make_secret(state / "seeds.secret")
         sampling = Sampling(sending, self._store, aliases, self._futures, seeds)
         signing = read_or_make_secret(state / "downloads.secret")
-        downloads = Downloads(services, signing, settings.http_public_url)
+        self.downloads = downloads = Downloads(services, signing, settings.http_public_url, authenticators)
         self.models = Models(services, names, aliases)
         """Resolves names, Tinker's among them, for the other APIs too."""
         data_plane = DataPlane(
@@ -91,6 +108,7 @@ class TinkerApi:
         """Restart the work that an earlier gateway left unfinished."""
         await self._futures.resume()
         await self._sessions.resume()
+        self._retirement.wake()
         self._sweeping = asyncio.create_task(self._sessions.sweep())
 
     async def stop(self) -> None:
@@ -100,6 +118,7 @@ class TinkerApi:
             await asyncio.gather(self._sweeping, return_exceptions=True)
         await self._futures.close()
         await self._training.close()
+        await self._retirement.close()
         self._store.close()
 
 

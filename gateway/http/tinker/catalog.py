@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import RedirectResponse
+from pydantic import Field
 
-from gateway.http.middleware import tenant_of
+from gateway.http.middleware import identity_of, tenant_of
 from gateway.http.models import Models
 from gateway.http.services import Services
 from gateway.http.tinker.downloads import ARCHIVE, Downloads
@@ -24,14 +25,16 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind
 
 _MAX_LIMIT = 10_000
-_MIN_TTL, _MAX_TTL = 3600, 10 * 366 * 86400
+_MAX_OFFSET = 10**12
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{name}"
 T = TypeVar("T")
 
 
 class Ttl(Body):
     """Request to set a checkpoint's TTL."""
 
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(None, ge=1, le=2**63)
+    """The trainer has the highest number that it accepts."""
 
 
 class OfPath(Body):
@@ -91,7 +94,7 @@ class Catalog:
     def _add_runs(self, router: APIRouter) -> None:
         @router.get("/training_runs")
         async def training_runs(
-            request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
+            request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0, le=_MAX_OFFSET)
         ) -> dict[str, Any]:
             tenant = tenant_of(request)
             listed = [*self.store.models(tenant)]
@@ -114,7 +117,7 @@ class Catalog:
     def _add_checkpoints(self, router: APIRouter) -> None:
         @router.get("/checkpoints")
         async def checkpoints(
-            request: Request, limit: int = Query(100, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
+            request: Request, limit: int = Query(100, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0, le=_MAX_OFFSET)
         ) -> dict[str, Any]:
             tenant = tenant_of(request)
             page, cursor = _page(await self.models.checkpoints(tenant), limit, offset)
@@ -134,8 +137,6 @@ class Catalog:
 
         @router.put("/training_runs/{model_id}/checkpoints/{folder}/{name}/ttl", status_code=204)
         async def set_ttl(request: Request, model_id: str, folder: str, name: str, body: Ttl) -> None:
-            if body.ttl_seconds is not None and not _MIN_TTL <= body.ttl_seconds <= _MAX_TTL:
-                raise errors.OutOfRange("must be 1 hour to 10 years, or null for never", field="ttl_seconds")
             tenant = tenant_of(request)
             path = self.names.named(tenant, model_id, folder, name)
             message = pb.SetCheckpointTtlRequest(path=str(path), ttl_seconds=body.ttl_seconds)
@@ -146,7 +147,7 @@ class Catalog:
             tenant = tenant_of(request)
             path = self.names.named(tenant, model_id, folder, name)
             addresses = {
-                file: self.downloads.address(request, tenant, path, file)
+                file: self.downloads.address(request, identity_of(request), path, file)
                 for file in await self.downloads.files(tenant, path)
             }
             expires = min(moment for _, moment in addresses.values())
@@ -157,17 +158,24 @@ class Catalog:
             tenant = tenant_of(request)
             path = self.names.named(tenant, model_id, folder, name)
             await self.downloads.files(tenant, path)
-            address, expires = self.downloads.address(request, tenant, path, ARCHIVE)
+            address, expires = self.downloads.address(request, identity_of(request), path, ARCHIVE)
             headers = {"Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
             return RedirectResponse(address, 302, headers)
+
+        async def without_folder(model_id: str, name: str) -> None:
+            message = f"{name[:99]} is not a checkpoint's id, which begins with one of {', '.join(TYPES)} and a slash"
+            raise errors.InvalidPath(message, field="checkpoint_id")
+
+        router.add_api_route(_CHECKPOINT, without_folder, methods=["DELETE"])
+        for method, call in (("PUT", "ttl"), ("GET", "archive"), ("GET", "external_weights_urls")):
+            router.add_api_route(f"{_CHECKPOINT}/{call}", without_folder, methods=[method], name=f"{call} by name")
 
     def _add_sessions(self, router: APIRouter) -> None:
         @router.get("/sessions")
         async def sessions(
-            request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0)
+            request: Request, limit: int = Query(20, ge=1, le=_MAX_LIMIT), offset: int = Query(0, ge=0, le=_MAX_OFFSET)
         ) -> dict[str, list[str]]:
-            page, _ = _page(self.store.sessions(tenant_of(request)), limit, offset)
-            return {"sessions": [session.session_id for session in page]}
+            return {"sessions": self.store.session_ids(tenant_of(request), limit, offset)}
 
         @router.get("/sessions/{session_id}")
         async def session(request: Request, session_id: str) -> dict[str, Any]:

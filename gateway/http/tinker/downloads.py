@@ -1,4 +1,8 @@
-"""Checkpoint files, at signed URLs that need no API key and expire."""
+"""Checkpoint files, at signed URLs that need no API key.
+
+A URL names one file and the key that asked for it. It ends after an hour, with the key, or with the machine's uptime,
+whichever is first, and counts as a request of the key's tenant.
+"""
 
 from __future__ import annotations
 
@@ -8,62 +12,97 @@ import hmac
 import json
 import secrets
 import tarfile
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import quote
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 
+from gateway.admission import Authenticator
 from gateway.http.services import Services
 from gateway.http.streaming import StreamedResponse
 from paceline import errors
 from paceline.layout import CheckpointPath
+from paceline.rpc.identity import Identity
 from paceline.secret_files import lock, write_secret
+from paceline.steady_clock import Machine
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 PREFIX = "/api/v1/downloads/"
-"""Path prefix of file URLs; no API key is needed below it."""
+"""Path prefix of file URLs, which stand for the key that asked for them."""
 ARCHIVE = "checkpoint.tar"
 _VALID = timedelta(hours=1)
 _SECONDS = 3600.0
 _SECRET_BYTES = 32
+_MOST = 16
+"""Most downloads of a tenant in progress: as many as the trainer's default for `max_downloads_per_tenant`."""
+_RETRY_SECONDS = 1.0
 _NO_MORE = b"\0" * 1024
 """The end of a tar archive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The access that a URL grants: a tenant's checkpoint, until the URL expires."""
+    """The access that a URL grants: a file of a tenant's checkpoint, until the URL expires."""
 
     tenant: str
+    key_name: str
+    credential: str
     path: str
+    file: str
+    boot: str
     expires: float
-    """Seconds since the epoch."""
+    """Seconds of the machine's uptime, which nobody can set; they mean nothing in another boot."""
+
+    @property
+    def identity(self) -> Identity:
+        """Who asked for the URL."""
+        return Identity(self.tenant, self.key_name, self.credential)
 
 
-@dataclass(frozen=True, slots=True)
 class Downloads:
     """Signs URLs and serves the files that they name."""
 
-    services: Services
-    secret: bytes = field(repr=False)
-    public_url: str
-    """Where clients reach this gateway; empty means the URL that they called."""
+    def __init__(
+        self,
+        services: Services,
+        secret: bytes,
+        public_url: str = "",
+        authenticators: Sequence[Authenticator] = (),
+        machine: Machine | None = None,
+    ) -> None:
+        """`public_url` is where clients reach this gateway; empty means the URL that they called."""
+        self._services = services
+        self._secret = secret
+        self._public_url = public_url
+        self._authenticators = authenticators
+        self._machine = machine or Machine.here()
+        self._boot = self._machine.boot or uuid4().hex
+        self._running: Counter[str] = Counter()
+        """Downloads in progress, by tenant."""
 
-    def address(self, request: Request, tenant: str, path: CheckpointPath, file: str) -> tuple[str, datetime]:
+    def address(self, request: Request, identity: Identity, path: CheckpointPath, file: str) -> tuple[str, datetime]:
         """Return the URL of a checkpoint's file, as the caller reaches this gateway, and when the URL expires."""
-        expires = datetime.now(UTC) + _VALID
-        token = self._sign(Grant(tenant, str(path), expires.timestamp()))
-        base = (self.public_url or str(request.base_url)).rstrip("/")
-        return f"{base}{PREFIX}{token}/{quote(file)}", expires
+        end = self._machine.uptime() + _VALID.total_seconds()
+        key = identity.tenant, identity.key_name, identity.credential
+        token = self._sign(Grant(*key, str(path), file, self._boot, end))
+        base = (self._public_url or str(request.base_url)).rstrip("/")
+        return f"{base}{PREFIX}{token}/{quote(file)}", datetime.now(UTC) + _VALID
+
+    def identify(self, path: str) -> Identity:
+        """Return who asked for the URL with this path. Raises MethodNotAllowed if it is not valid, or no longer."""
+        token, _, file = path.removeprefix(PREFIX).partition("/")
+        return self._read(token, file).identity
 
     async def files(self, tenant: str, path: CheckpointPath) -> dict[str, int]:
         """Return the files of a checkpoint and their sizes. Raises CheckpointNotFound."""
         message = pb.DownloadCheckpointRequest(path=str(path), without_data=True)
-        async with self.services.stream(tenant, message, pb.DownloadCheckpointResponse) as replies:
+        async with self._services.stream(tenant, message, pb.DownloadCheckpointResponse) as replies:
             return {reply.file.name: reply.file.size_bytes async for reply in replies}
 
     def routes(self) -> APIRouter:
@@ -72,16 +111,36 @@ class Downloads:
 
         @router.get("/downloads/{token}/{file}")
         async def download(token: str, file: str) -> StreamedResponse:
-            grant = self._read(token)
-            sizes = await self.files(grant.tenant, CheckpointPath.parse(grant.path))
-            if file == ARCHIVE:
-                return StreamedResponse(self._archive(grant), media_type="application/x-tar")
-            if file not in sizes:
-                raise errors.CheckpointNotFound("has no such file", field="file")
-            headers = {"Content-Length": str(sizes[file])}
-            return StreamedResponse(self._file(grant, file), headers=headers, media_type="application/octet-stream")
+            grant = self._read(token, file)
+            async with AsyncExitStack() as held:
+                held.enter_context(self.counted(grant.tenant))
+                sizes = await self.files(grant.tenant, CheckpointPath.parse(grant.path))
+                if file == ARCHIVE:
+                    return StreamedResponse(self._archive(grant), held.pop_all(), media_type="application/x-tar")
+                if file not in sizes:
+                    raise errors.CheckpointNotFound("has no such file", field="file")
+                headers = {"Content-Length": str(sizes[file])}
+                kind = "application/octet-stream"
+                return StreamedResponse(self._file(grant, file), held.pop_all(), headers=headers, media_type=kind)
 
         return router
+
+    @contextmanager
+    def counted(self, tenant: str) -> Iterator[None]:
+        """Count a download while the block runs. Raises Overloaded if the tenant has too many.
+
+        A download that nobody reads holds a place among the gateway's calls, and among the trainer's downloads.
+        """
+        if self._running[tenant] >= _MOST:
+            message = f"{_MOST} downloads of this tenant are in progress, as many as it may have: read them first"
+            raise errors.Overloaded(message, retry_after=_RETRY_SECONDS)
+        self._running[tenant] += 1
+        try:
+            yield
+        finally:
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
 
     async def _file(self, grant: Grant, file: str) -> AsyncGenerator[bytes]:
         async with aclosing(self._parts(grant, file)) as parts:
@@ -105,28 +164,33 @@ class Downloads:
 
     async def _parts(self, grant: Grant, file: str) -> AsyncGenerator[pb.DownloadCheckpointResponse]:
         message = pb.DownloadCheckpointRequest(path=grant.path, file=file)
-        async with self.services.stream(
+        async with self._services.stream(
             grant.tenant, message, pb.DownloadCheckpointResponse, seconds=_SECONDS
         ) as replies:
             async for reply in replies:
                 yield reply
 
     def _sign(self, grant: Grant) -> str:
-        content = json.dumps([grant.tenant, grant.path, grant.expires]).encode()
-        return _text(content) + "." + _text(hmac.digest(self.secret, content, hashlib.sha256))
+        content = json.dumps(astuple(grant)).encode()
+        return _text(content) + "." + _text(hmac.digest(self._secret, content, hashlib.sha256))
 
-    def _read(self, token: str) -> Grant:
-        """Return the grant in a token. Raises MethodNotAllowed if it was not signed here or has expired."""
+    def _read(self, token: str, file: str) -> Grant:
+        """Return the grant of a file's URL. Raises MethodNotAllowed unless it was signed here and holds still."""
         try:
             content, signature = map(_bytes, token.split("."))
-            is_ours = hmac.compare_digest(hmac.digest(self.secret, content, hashlib.sha256), signature)
+            is_ours = hmac.compare_digest(hmac.digest(self._secret, content, hashlib.sha256), signature)
         except ValueError:
             is_ours = False
-        if is_ours:
-            grant = Grant(*json.loads(content))
-            if grant.expires > datetime.now(UTC).timestamp():
-                return grant
-        raise errors.MethodNotAllowed("the URL has expired or is not from this gateway; request a new one")
+        if is_ours and self._holds(grant := Grant(*json.loads(content)), file):
+            return grant
+        raise errors.MethodNotAllowed(
+            "the URL has expired, its key was removed, or it is not one of this gateway's: request a new one"
+        )
+
+    def _holds(self, grant: Grant, file: str) -> bool:
+        is_in_time = grant.boot == self._boot and self._machine.uptime() < grant.expires
+        may_still = any(authenticator.still_admits(grant.identity) for authenticator in self._authenticators)
+        return grant.file == file and is_in_time and may_still
 
 
 def read_or_make_secret(path: Path) -> bytes:

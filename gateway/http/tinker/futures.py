@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from time import monotonic, time
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from gateway.http.problems import is_fixable_by_caller
@@ -24,11 +24,12 @@ from paceline.background import Background
 from paceline.client.retry import is_retryable
 from paceline.log import get_logger
 from paceline.rpc.status import status_message
+from paceline.steady_clock import SteadyClock
 from paceline.waiting_bytes import WaitingBytes
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_SECONDS = 3600.0
-"""How long a result can be fetched."""
+"""How long a result can be fetched, in seconds of the gateway's steady clock."""
 _KEPT_IN_MEMORY_SECONDS = 60.0
 _GAP_SECONDS = 900.0
 """How long a command waits for one before it that is not posted.
@@ -114,9 +115,10 @@ class _Completions:
 class Futures:
     """Runs posted work and keeps its results."""
 
-    def __init__(self, store: Store, waiting_bytes: WaitingBytes) -> None:
+    def __init__(self, store: Store, waiting_bytes: WaitingBytes, clock: SteadyClock | None = None) -> None:
         """`waiting_bytes` counts each tenant's bytes, including those of unfinished work."""
         self._store = store
+        self._clock = clock or SteadyClock()
         self._waiting_bytes = waiting_bytes
         self._kinds: dict[str, Kind[Any]] = {}
         self._works: dict[str, Work] = {}
@@ -175,7 +177,7 @@ class Futures:
         self._waiting_bytes.check(tenant, size)
         work = Work(request_id, tenant, session_id, kind.name, digest, size)
         self._begin(work, request)
-        stored = StoredFuture(request_id, tenant, session_id, kind.name, digest, body, time())
+        stored = StoredFuture(request_id, tenant, session_id, kind.name, digest, body, self._clock.now())
         work.storing = asyncio.create_task(self._store.add_future(stored))
         work.storing.add_done_callback(
             lambda done: self._give_up(work) if not done.cancelled() and done.exception() else None
@@ -217,7 +219,7 @@ class Futures:
     ) -> tuple[list[tuple[str, Result]], int]:
         """Return a sampler clone's work finished after a cursor, waiting if there is none, and the next cursor."""
         done = self._done_of(tenant, sampler_id, clone)
-        after = min(after, done.last)
+        after = after if after <= done.last else 0  # then it is of an earlier gateway
         done.entries = [entry for entry in done.entries if entry[0] > after]
         if not done.entries:
             done.more.clear()
@@ -231,8 +233,8 @@ class Futures:
         if key not in self._completions:
             while len(self._completions) >= _MAX_PRESENT:
                 del self._completions[next(iter(self._completions))]
-            # Cursors start at the current time, so those of an earlier gateway are lower.
-            done = self._completions[key] = _Completions(int(time() * 1e6))
+            # Cursors start at the current time, so those of an earlier gateway are lower, or, after a loss, above all.
+            done = self._completions[key] = _Completions(int(self._clock.now() * 1e6))
             finished = {
                 stored.request_id: Result(stored.media, stored.result or b"")
                 for stored in self._store.finished(f"{sampler_id}:")
@@ -328,7 +330,7 @@ class Futures:
         is_logged = False
         while True:
             try:
-                await self._store.settle_future(work.request_id, result.media, result.body)
+                await self._store.settle_future(work.request_id, result.media, result.body, self._clock.now())
             except (errors.DiskFull, sqlite3.Error) as error:
                 if self._closing.is_set():
                     raise

@@ -18,22 +18,23 @@ from gateway.http.services import Services
 from gateway.http.tinker import tensors
 from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
 from gateway.http.tinker.names import Aliases, Names, external_name, model_of
-from gateway.http.tinker.sessions import Sessions
-from gateway.http.tinker.store import Model, Sampler, Store
+from gateway.http.tinker.retirement import Retirement
+from gateway.http.tinker.store import Sampler, Store
 from paceline import codec, errors
 from paceline.background import Background, uninterrupted
 from paceline.client.batching import sendable
 from paceline.client.retry import is_unread
 from paceline.layout import CheckpointPath
-from paceline.log import get_logger
 from paceline.tinker.v1 import tinker_pb2
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.v1 import lora_pb2
+from paceline.user_metadata import check_user_metadata
 
 _SECONDS = 600.0
 MAX_NUMBER = 10**15 - 2
 """Highest number of a command, a model or a sampler."""
-_log = get_logger(__name__)
+MAX_NAME = 1024
+"""Most characters of a model's name or path: they are kept."""
 Request = TypeVar("Request", bound=BaseModel)
 Reply = TypeVar("Reply", bound=Message)
 _SERVED_LOSSES = "cross_entropy, importance_sampling, ppo, cispo, dro, gspo and grpo are"
@@ -75,7 +76,7 @@ class CreateModel(Body):
 
     session_id: str
     model_seq_id: int = Field(ge=0, le=MAX_NUMBER)
-    base_model: str = ""
+    base_model: str = Field("", max_length=MAX_NAME)
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
     optimizer_config: Optimizer = Optimizer()
@@ -88,7 +89,7 @@ class LoadWeights(Body):
     seq_id: int | None = Field(None, ge=1, le=MAX_NUMBER)
     session_id: str | None = None
     model_seq_id: int | None = Field(None, ge=0, le=MAX_NUMBER)
-    base_model: str | None = None
+    base_model: str | None = Field(None, max_length=MAX_NAME)
     user_metadata: dict[str, Any] | None = None
     path: str
     optimizer: bool = False
@@ -160,7 +161,7 @@ class Training:
         store: Store,
         names: Names,
         aliases: Aliases,
-        sessions: Sessions,
+        retirement: Retirement,
         futures: Futures,
         max_message_bytes: int,
     ) -> None:
@@ -169,7 +170,7 @@ class Training:
         self._store = store
         self._names = names
         self._aliases = aliases
-        self._sessions = sessions
+        self._retirement = retirement
         self._max_message_bytes = max_message_bytes
         self._changes = Background("a model was not created")
 
@@ -206,6 +207,7 @@ class Training:
         if request.model_id is None:
             return await self._create_from(tenant, request)
         make = partial(self._load_request, tenant, request)
+        await self._store.reload_model(request.model_id)
         await self._send(tenant, request.model_id, request.seq_id or 1, make, pb.LoadCheckpointResponse)
         return Result.of({"path": request.path, "model_id": request.model_id, "type": "load_weights"})
 
@@ -281,6 +283,7 @@ class Training:
             if request.age_encryption_recipients:
                 message = "files are not encrypted here; leave it out and download over TLS"
                 raise errors.Unsupported(message, field="age_encryption_recipients")
+            check_user_metadata(request.user_metadata or {})
             return pb.SaveCheckpointRequest(
                 run_id=run_id,
                 seq_id=seq_id,
@@ -331,7 +334,7 @@ class Training:
 
     async def _unload_model(self, tenant: str, request: OfModel) -> Result:
         model = self._names.model(tenant, request.model_id)
-        await self._delete_run(tenant, model)
+        await self._retirement.delete(model)
         return Result.of({"model_id": model.model_id, "type": "unload_model"})
 
     async def close(self) -> None:
@@ -371,31 +374,13 @@ class Training:
     async def _with_room(
         self, tenant: str, create: Callable[[], Awaitable[pb.CreateRunResponse]]
     ) -> pb.CreateRunResponse:
-        """Create a run. At the tenant's limit, delete the runs of sessions that are over, oldest first.
-
-        Their checkpoints stay. The SDK has no call that ends a run.
-        """
+        """Create a run. At the tenant's limit, the runs of sessions that are over go at once, oldest first."""
         while True:
             try:
                 return await create()
             except errors.TooManyRuns:
-                over = [model for model in self._store.models(tenant) if self._can_go(model)]
-                if not over:
+                if not await self._retirement.make_room(tenant):
                     raise
-                await self._delete_run(tenant, over[-1])
-                _log.info("run of a session that is over deleted", run=over[-1].run_id, model=over[-1].model_id)
-
-    def _can_go(self, model: Model) -> bool:
-        session = self._store.session(model.session_id)
-        return model.ended is None and (session is None or self._sessions.is_over(session))
-
-    async def _delete_run(self, tenant: str, model: Model) -> None:
-        try:
-            request = pb.DeleteRunRequest(run_id=model.run_id)
-            await self._services.call(tenant, request, pb.DeleteRunResponse, seconds=_SECONDS)
-        except errors.RunNotFound:
-            pass
-        await self._store.end_model(model.model_id)
 
 
 def _bytes_of(batch: tinker_pb2.ForwardBackwardRequest) -> bytes:
@@ -404,6 +389,7 @@ def _bytes_of(batch: tinker_pb2.ForwardBackwardRequest) -> bytes:
 
 
 def _texts(metadata: dict[str, Any] | None) -> dict[str, str]:
+    check_user_metadata(metadata or {})
     return {name: value if isinstance(value, str) else str(value) for name, value in (metadata or {}).items()}
 
 

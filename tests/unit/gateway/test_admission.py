@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -76,6 +77,14 @@ def _claims(**changes: object) -> dict[str, object]:
 def test_a_signed_token_names_its_tenant(signing_key, public_pem):
     token = jwt.encode(_claims(), signing_key, "ES256")
     assert JwtVerifier(public_pem, "ES256", "tenant").identify(token) == Identity("team-a", "alice")
+
+
+def test_a_token_admits_until_it_expires_and_as_long_as_its_key_is_known(signing_key, public_pem):
+    verifier, another = (JwtVerifier(public_pem, "ES256", "tenant", audience) for audience in ("", "paceline"))
+    identity = verifier.identify(jwt.encode(_claims(), signing_key, "ES256"))
+    assert verifier.still_admits(identity)
+    assert not another.still_admits(identity)
+    assert not verifier.still_admits(replace(identity, credential=identity.credential.partition(":")[0] + ":1"))
 
 
 @pytest.mark.parametrize(

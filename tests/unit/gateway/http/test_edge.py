@@ -27,6 +27,7 @@ from gateway.http import edge, listener
 from gateway.http.middleware import AccessMiddleware
 from gateway.http.tinker.downloads import Downloads
 from gateway.settings import GatewaySettings
+from paceline import errors
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.waiting_bytes import WaitingBytes
@@ -143,6 +144,26 @@ async def test_a_tenant_with_its_share_of_requests_is_refused_more_while_others_
         gate.set()
         assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in await asyncio.gather(*waiting))
         assert (await get(address, "greedy")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_request_whose_path_is_its_credential_counts_as_its_tenants():
+    tenants = []
+
+    async def note(scope, receive, send):
+        tenants.append(scope["state"]["identity"].tenant)
+        await _answer(scope, receive, send)
+
+    def identify(path):
+        if path.endswith("bad"):
+            raise errors.MethodNotAllowed("no")
+        return Identity(path.rpartition("/")[2])
+
+    app = AccessMiddleware(note, [_ByName()], WaitingBytes(), 100, [], 0, signed={"/files/": identify})
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", headers={"X-API-Key": "another"}) as client:
+        assert (await client.get("/files/greedy")).status_code == 429
+        assert (await client.get("/files/bad")).status_code == 403
+    assert tenants == []
 
 
 async def test_a_body_that_begins_as_http2_does_is_a_body():
@@ -427,7 +448,9 @@ def test_a_peer_that_reads_slowly_is_answered_whole(run, tls, monkeypatch, tmp_p
 def test_addresses_of_files_begin_as_clients_reach_the_port(public_url, start):
     scope = {"type": "http", "method": "GET", "scheme": "http", "path": "/", "headers": [(b"host", b"called:8000")]}
     path = CheckpointPath.parse(f"paceline://run-{'0' * 32}/sampler/one")
-    address, _ = Downloads(None, b"secret", public_url).address(Request(scope), "tenant", path, "a.safetensors")
+    address, _ = Downloads(None, b"secret", public_url).address(
+        Request(scope), Identity("tenant"), path, "a.safetensors"
+    )
     assert address.startswith(start)
     assert "//" not in address.removeprefix(start)
 
