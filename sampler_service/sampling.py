@@ -26,13 +26,13 @@ from sampler_service.engine.protocol import (
     TokenDelta,
 )
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.openai_sampling import named_as_sent
 from sampler_service.scheduling.admission import Admission, Demand
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.stores.base import Lease, Versions
 from sampler_service.validation import (
     RequestLimits,
     SampleRequest,
-    check_num_samples,
     check_ref,
     check_sample,
     check_tokens,
@@ -120,13 +120,12 @@ class Sampler:
     ) -> AsyncGenerator[tuple[ServedModel, bytes]]:
         """Yield the response to a call of OpenAI's API, whole or event by event, with the model that it comes from."""
         check_ref(ref, self._limits.model)
-        body = read_body(content, endpoint, self._limits.model.max_context_length)
+        body = read_body(content, endpoint, self._limits)
         self._check_agreement(ref, tenant)
         async with self._registry.lease(ref, tenant) as lease:
 
             @asynccontextmanager
             async def place(prompt: int, completions: int, each: int) -> AsyncIterator[None]:
-                check_num_samples(completions, self._limits, "n")
                 demand = Demand(completions, prompt + completions * each)
                 with self._admission.admit(tenant, demand, self._engine.num_running()):
                     async with self._queue.places(tenant, completions):
@@ -135,13 +134,20 @@ class Sampler:
             def see(logprobs: Iterable[float]) -> None:
                 seen = list(logprobs)
                 self._metrics.tokens.inc(len(seen))
-                _check_numbers(seen, lease.served, is_constrained=not _CONSTRAINING.isdisjoint(body))
+                _check_numbers(seen, lease.served, is_constrained=not _CONSTRAINING.isdisjoint(body.fields))
+
+            def scored(logprobs: Iterable[float]) -> None:
+                _check_current(lease)
+                _check_numbers(logprobs, lease.served)
 
             turn = partial(self._checks.places, tenant, 1)
-            request = TextRequest(endpoint, body, lease.adapter, tenant, place, see, lease.release, turn)
-            async with aclosing(self._engine.complete_text(request)) as parts:
-                async for part in parts:
-                    yield lease.served, part
+            request = TextRequest(
+                endpoint, body.fields, body.sampling, lease.adapter, tenant, place, see, scored, lease.release, turn
+            )
+            with named_as_sent(body.sent):
+                async with aclosing(self._engine.complete_text(request)) as parts:
+                    async for part in parts:
+                        yield lease.served, part
 
     def quotas(self, tenant: str) -> Sequence[Quota]:
         """Return a tenant's quotas. They are enforced where usage is counted."""

@@ -114,7 +114,7 @@ class SamplerSettings(BackendSettings, UpstreamTls):
     max_unread_tokens: int = Field(65536, ge=1)
     """Most tokens of one stream that may wait for its reader; beyond that, the call ends with READER_STALLED."""
     max_num_samples: int = Field(256, ge=1)
-    """Most completions in one request."""
+    """Most completions in one request, of all its prompts."""
     max_topk_logprobs: int = Field(20, ge=0, le=1024)
     """Most top log-probabilities per position that a request may ask for."""
     engine_restarts: int = Field(3, ge=0)

@@ -1,6 +1,7 @@
 """Validates every sampling request, by its numbers and names only, before anything changes.
 
-Every field of a call of OpenAI's API is either honoured or refused by name.
+The limits are the same for every API: whatever samples passes `check_sampling`. Every field of a call of OpenAI's API
+is either honoured or refused by name.
 """
 
 from __future__ import annotations
@@ -15,24 +16,33 @@ from paceline.chat import check_length, check_messages, read_chat_body
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
 from paceline.types.training import Array
-from sampler_service.engine.protocol import TextEndpoint
-from sampler_service.engine.request_checks import check_constraint
+from sampler_service.engine.protocol import TextEndpoint, TextSampling
+from sampler_service.engine.request_checks import check_constraint, check_ends
+from sampler_service.openai_sampling import SAMPLED, count_prompts, named_as_sent, read_sampling
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises temperatures between 0 (greedy) and the minimum to 0.01, and refuses those above the maximum."""
 _MAX_SEED = 2**64 - 1
-_MAX_STOPS = 64
-_MAX_STOP_LENGTH = 1024
+_MAX_TEXTS = 64
+_MAX_TEXT_LENGTH = 1024
+"""Of a stop string and of a bad word."""
+_MAX_STOP_TOKENS = 64
+_MAX_PENALTY, _MAX_REPETITION = 2.0, 10.0
+_MAX_BIAS, _MAX_BIASES = 100.0, 1024
+"""vLLM silently cuts larger biases off."""
+_MAX_ALLOWED = 16384
+_MAX_REPLY_BYTES = 48 << 20
+"""Most bytes of the likeliest tokens in a reply, which has to fit a message between the services."""
+_VALUE_BYTES, _VALUE_BYTES_IN_JSON = 8, 96
+"""What a token and its log-probability take in a reply."""
 
-_BOTH = frozenset(
-    {"model", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "max_tokens",
-     "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "stop_token_ids",
-     "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
-     "add_special_tokens", "response_format", "structured_outputs", "allowed_token_ids", "bad_words",
-     "return_token_ids", "return_tokens_as_token_ids"}
-)  # fmt: skip
+_BOTH = (SAMPLED - {"max_completion_tokens", "prompt_logprobs"}) | {
+    "model", "logprobs", "n", "stream", "stream_options", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens", "add_special_tokens", "response_format", "structured_outputs", "return_token_ids",
+    "return_tokens_as_token_ids",
+}  # fmt: skip
 _FIELDS = {
-    TextEndpoint.COMPLETIONS: _BOTH | {"prompt", "echo"},
+    TextEndpoint.COMPLETIONS: _BOTH | {"prompt", "echo", "prompt_logprobs"},
     TextEndpoint.CHAT_COMPLETIONS: _BOTH
     | {"messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls",
        "reasoning_effort", "include_reasoning", "add_generation_prompt", "continue_final_message",
@@ -60,6 +70,17 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TextBody:
+    """The body of a call of OpenAI's API, checked."""
+
+    sent: dict[str, Any]
+    """All fields that the caller set."""
+    fields: dict[str, Any]
+    """Those for vLLM's serving layer."""
+    sampling: TextSampling
+
+
+@dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits of one request."""
 
@@ -74,16 +95,37 @@ def check_sample(request: SampleRequest, limits: RequestLimits) -> None:
     """Check a request for completions."""
     check_ref(request.ref, limits.model)
     check_tokens(request.prompt, "prompt", limits.model, room=1)
-    check_num_samples(request.num_samples, limits, "num_samples")
-    for name in ("topk_logprobs", "topk_prompt_logprobs"):
-        _check_range(getattr(request, name), name, 0, min(limits.max_topk, limits.model.vocab_size))
-    _check_params(request.params, len(request.prompt), limits.model)
+    _check_topk(request.topk_prompt_logprobs, "topk_prompt_logprobs", limits)
+    left = limits.model.max_context_length - len(request.prompt)
+    check_sampling(request.params, request.num_samples, request.topk_logprobs, left, limits)
+    values = request.num_samples * (request.params.max_tokens or left) * request.topk_logprobs
+    _check_reply(values * _VALUE_BYTES, "topk_logprobs")
 
 
-def check_num_samples(count: int, limits: RequestLimits, field: str) -> None:
-    """Check the number of completions of one prompt. Raises OutOfRange."""
-    if not 1 <= count <= limits.max_num_samples:
-        raise errors.OutOfRange(f"is {count}; at most {limits.max_num_samples}", field=field)
+def check_sampling(
+    params: SamplingParams, num_samples: int, topk_logprobs: int, left: int, limits: RequestLimits, prompts: int = 1
+) -> None:
+    """Check what a request of any API asks to be sampled from prompts that leave `left` tokens of the context.
+
+    Raises OutOfRange, NonFinite, TokenOutOfRange, SequenceTooLong, InvalidArgument.
+    """
+    most = limits.max_num_samples
+    if not 1 <= num_samples <= most:
+        raise errors.OutOfRange(f"is {num_samples}; give 1 to {most}", field="num_samples")
+    if prompts * num_samples > most:
+        message = f"has {prompts} prompts, with {num_samples} completions of each; at most {most} completions in all"
+        raise errors.OutOfRange(message, field="prompt")
+    _check_topk(topk_logprobs, "topk_logprobs", limits)
+    _check_max_tokens(params, left)
+    _check_temperature(params.temperature)
+    _check_range(params.top_p, "params.top_p", 0.0, 1.0, low_open=True)
+    _check_range(params.min_p, "params.min_p", 0.0, 1.0)
+    _check_range(params.top_k, "params.top_k", 0, limits.model.vocab_size)
+    if params.seed is not None:
+        _check_range(params.seed, "params.seed", 0, _MAX_SEED)
+    _check_texts(params.stop, "params.stop")
+    _check_token_ids(params.stop_token_ids, "params.stop_token_ids", _MAX_STOP_TOKENS, limits.model)
+    check_constraint(params)
 
 
 def check_ref(ref: ModelRef, model: ModelInfo) -> None:
@@ -112,10 +154,10 @@ def check_tokens(tokens: Array, field: str, model: ModelInfo, *, room: int = 0) 
         raise errors.TokenOutOfRange(f"holds an id outside 0 to {model.vocab_size - 1}", field=field)
 
 
-def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -> dict[str, Any]:
-    """Parse and check the body of a call of OpenAI's API; return its fields.
+def read_body(content: bytes, endpoint: TextEndpoint, limits: RequestLimits) -> TextBody:
+    """Parse and check the body of a call of OpenAI's API.
 
-    Raises UnreadableMessage, UnknownField, Unsupported, InvalidArgument, SequenceTooLong.
+    Raises UnreadableMessage, UnknownField, Unsupported, and what `check_sampling` raises, with the names of the body.
     """
     body = read_chat_body(content)
     given = {name: value for name, value in body.items() if value is not None and name not in _MEANINGLESS}
@@ -124,35 +166,56 @@ def read_body(content: bytes, endpoint: TextEndpoint, max_context_length: int) -
             raise errors.UnknownField("is not served; leave it out", field=name[:80])
     if given.get("echo") and given.get("logprobs") is not None:
         raise errors.Unsupported("cannot be combined with logprobs; leave out one of them", field="echo")
+    if given.get("stream") and "prompt_logprobs" in given:
+        raise errors.Unsupported("cannot be streamed; leave out one of the two", field="prompt_logprobs")
     _check_format(given)
     if "messages" in given:
         check_messages(given["messages"])
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
     field = "messages" if endpoint is TextEndpoint.CHAT_COMPLETIONS else "prompt"
-    check_length(field, [given.get("messages"), given.get("prompt"), given.get("tools")], max_context_length)
-    return given
+    texts = [given.get("messages"), given.get("prompt"), given.get("tools")]
+    check_length(field, texts, limits.model.max_context_length)
+    sampling = read_sampling(given, endpoint)
+    with named_as_sent(given):
+        _check_text_sampling(sampling, count_prompts(given), limits, is_stream=bool(given.get("stream")))
+    return TextBody(given, {name: value for name, value in given.items() if name not in SAMPLED}, sampling)
 
 
-def _check_params(params: SamplingParams, prompt_length: int, model: ModelInfo) -> None:
-    """Check sampling parameters for a prompt of `prompt_length` tokens."""
-    _check_max_tokens(params, model.max_context_length - prompt_length)
-    _check_temperature(params.temperature)
-    _check_range(params.top_p, "params.top_p", 0.0, 1.0, low_open=True)
-    _check_range(params.min_p, "params.min_p", 0.0, 1.0)
-    _check_range(params.top_k, "params.top_k", 0, model.vocab_size)
-    if params.seed is not None:
-        _check_range(params.seed, "params.seed", 0, _MAX_SEED)
-    _check_stops(params.stop, params.stop_token_ids, model)
-    check_constraint(params)
+def _check_text_sampling(sampling: TextSampling, prompts: int, limits: RequestLimits, *, is_stream: bool) -> None:
+    """Check what a call of OpenAI's API asks to be sampled from each of its prompts, whose length is not known yet."""
+    topk, left = sampling.topk_logprobs, limits.model.max_context_length - 1
+    check_sampling(sampling.params, sampling.num_samples, topk or 0, left, limits, prompts)
+    if topk is not None and not is_stream:
+        values = prompts * sampling.num_samples * (sampling.params.max_tokens or left) * (topk + 1)
+        _check_reply(values * _VALUE_BYTES_IN_JSON, "topk_logprobs")
+    _check_topk(sampling.prompt_logprobs or 0, "topk_prompt_logprobs", limits)
+    for name in ("frequency_penalty", "presence_penalty"):
+        _check_range(getattr(sampling, name), name, -_MAX_PENALTY, _MAX_PENALTY)
+    _check_range(sampling.repetition_penalty, "repetition_penalty", 1 / _MAX_REPETITION, _MAX_REPETITION)
+    _check_token_ids(list(sampling.logit_bias), "logit_bias", _MAX_BIASES, limits.model)
+    for bias in sampling.logit_bias.values():
+        _check_range(bias, "logit_bias", -_MAX_BIAS, _MAX_BIAS)
+    _check_texts(sampling.bad_words, "bad_words")
+    _check_token_ids(sampling.allowed_token_ids, "allowed_token_ids", _MAX_ALLOWED, limits.model)
+
+
+def _check_topk(count: int, field: str, limits: RequestLimits) -> None:
+    _check_range(count, field, 0, min(limits.max_topk, limits.model.vocab_size))
+
+
+def _check_reply(size: int, field: str) -> None:
+    """Check that a reply's log-probabilities can be sent when they are there."""
+    if size > _MAX_REPLY_BYTES:
+        message = f"may take {size >> 20} MiB of the answer, of {_MAX_REPLY_BYTES >> 20}; ask for fewer, for fewer "
+        raise errors.OutOfRange(f"{message}completions, or for a lower max_tokens", field=field)
 
 
 def _check_max_tokens(params: SamplingParams, left: int) -> None:
-    if params.max_tokens == 0:
-        raise errors.OutOfRange("is 0; leave it unset for no limit but the context", field="params.max_tokens")
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise errors.OutOfRange(f"is {params.max_tokens}; give at least 1", field="params.max_tokens")
     if params.max_tokens is not None and params.max_tokens > left:
-        raise errors.SequenceTooLong(
-            f"is {params.max_tokens}; the prompt leaves {left} tokens of the context", field="params.max_tokens"
-        )
+        message = f"is {params.max_tokens}; beside the prompt at most {left} tokens fit the context"
+        raise errors.SequenceTooLong(message, field="params.max_tokens")
     _check_range(params.min_tokens, "params.min_tokens", 0, params.max_tokens or left)
 
 
@@ -165,21 +228,25 @@ def _check_temperature(temperature: float) -> None:
         )
 
 
-def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int], model: ModelInfo) -> None:
-    if max(len(stop), len(stop_token_ids)) > _MAX_STOPS:
-        raise errors.OutOfRange(f"takes at most {_MAX_STOPS} entries", field="params.stop")
-    for index, text in enumerate(stop):
-        if not 0 < len(text) <= _MAX_STOP_LENGTH:
-            raise errors.OutOfRange(f"must have 1 to {_MAX_STOP_LENGTH} characters", field=f"params.stop[{index}]")
-    for index, token in enumerate(stop_token_ids):
-        if token >= model.vocab_size:
-            raise errors.TokenOutOfRange(
-                f"is {token}; ids are below {model.vocab_size}", field=f"params.stop_token_ids[{index}]"
-            )
+def _check_texts(texts: Sequence[str], field: str) -> None:
+    if len(texts) > _MAX_TEXTS:
+        raise errors.OutOfRange(f"takes at most {_MAX_TEXTS} entries", field=field)
+    for index, text in enumerate(texts):
+        if not 0 < len(text) <= _MAX_TEXT_LENGTH:
+            raise errors.OutOfRange(f"must have 1 to {_MAX_TEXT_LENGTH} characters", field=f"{field}[{index}]")
+
+
+def _check_token_ids(tokens: Sequence[int], field: str, most: int, model: ModelInfo) -> None:
+    if len(tokens) > most:
+        raise errors.OutOfRange(f"takes at most {most} entries", field=field)
+    for index, token in enumerate(tokens):
+        if not 0 <= token < model.vocab_size:
+            message = f"is {token}; ids are from 0 to {model.vocab_size - 1}"
+            raise errors.TokenOutOfRange(message, field=f"{field}[{index}]")
 
 
 def _check_range(value: float, field: str, low: float, high: float, *, low_open: bool = False) -> None:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):  # a whole number may be too large for a float
         raise errors.NonFinite("must be a finite number", field=field)
     if not low <= value <= high or (low_open and value == low):
         raise errors.OutOfRange(
@@ -195,6 +262,9 @@ def _check_format(given: dict[str, Any]) -> None:
     constraint = given.get("structured_outputs", {})
     if not isinstance(constraint, dict) or constraint.keys() - _CONSTRAINTS:
         raise errors.InvalidArgument(f"may only have {', '.join(sorted(_CONSTRAINTS))}", field="structured_outputs")
+    is_call = "tool_choice" in given and given["tool_choice"] not in ("none", "auto")
+    if constraint or form["type"] != "text" or is_call:
+        check_ends(name for name in ("ignore_eos", "min_tokens") if given.get(name))
 
 
 def _check_template_kwargs(given: Any) -> None:

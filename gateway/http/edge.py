@@ -88,7 +88,7 @@ class HttpEdge:
             openai.routes(),
             openai.calls("/v1"),
             openai.calls("/weights/{weights}/v1"),
-            GenerateApi(services, models, openai).routes(),
+            GenerateApi(models, openai).routes(),
             metaclaw.routes(),
             self._online.routes(),
         )

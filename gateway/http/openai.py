@@ -73,9 +73,10 @@ class OpenAiApi:
         message = pb.CompleteTextRequest(
             model=codec.model_ref_to_proto(ref), endpoint=pb.TEXT_ENDPOINT_COMPLETIONS, body=json.dumps(body).encode()
         )
-        async with self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS) as parts:
-            first, headers = await _first(parts)
-            return json.loads(first.data), headers
+        with _field_as_sent():
+            async with self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS) as parts:
+                first, headers = await _first(parts)
+                return json.loads(first.data), headers
 
     async def _complete(self, request: Request, endpoint: pb.TextEndpoint.ValueType) -> Response:
         content = await request.body()

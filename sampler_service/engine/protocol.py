@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -156,18 +156,42 @@ Turn = Callable[[], AbstractAsyncContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
+class TextSampling:
+    """What a call of OpenAI's API asks to be sampled from each of its prompts."""
+
+    params: SamplingParams
+    """`max_tokens` may be more than a prompt leaves of the context, which ends the completion then."""
+    num_samples: int = 1
+    topk_logprobs: int | None = None
+    """Of each sampled token; None means no log-probabilities in the answer."""
+    prompt_logprobs: int | None = None
+    """How many of the likeliest tokens to return at each position of a prompt; None means not even the prompt's own."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> what is added to its logit."""
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] = ()
+    """The only tokens that may be sampled; empty means all."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextRequest:
     """One call of OpenAI's API."""
 
     endpoint: TextEndpoint
     body: dict[str, Any]
-    """The request body's fields, checked to be supported."""
+    """The request body's other fields, checked to be supported."""
+    sampling: TextSampling
     adapter: Adapter | None
     """None means the base model."""
     tenant: str
     place: Place
     see: Callable[[Iterable[float]], None]
     """Called with the log-probabilities of sampled tokens; raises if the tokens must not be passed on."""
+    scored: Callable[[Iterable[float]], None] = lambda logprobs: None
+    """The same, for the log-probabilities of a prompt."""
     ended: Callable[[], None] = lambda: None
     """Called once all tokens are sampled, perhaps long before a slow reader has them."""
     turn: Turn = nullcontext

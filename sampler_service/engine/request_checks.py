@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from paceline.errors import (
@@ -102,15 +102,17 @@ def check_constraint(params: SamplingParams) -> None:
         raise InvalidArgument("cannot be set beside json_schema; send one of the two", field="params.regex")
     for name in ("json_schema", "regex"):
         check_length(getattr(params, name), f"params.{name}")
-    for name in ("ignore_eos", "min_tokens"):
-        if getattr(params, name):
-            raise InvalidArgument(
-                "cannot be set beside json_schema or regex, which say where a completion ends", field=f"params.{name}"
-            )
+    check_ends([f"params.{name}" for name in ("ignore_eos", "min_tokens") if getattr(params, name)])
     if params.json_schema:
         check_schema(params.json_schema, "params.json_schema")
     if _groups(params.regex) > MAX_NESTING:
         raise InvalidArgument(_TOO_MANY_GROUPS, field="params.regex")
+
+
+def check_ends(given: Iterable[str]) -> None:
+    """Refuse fields that say where a completion ends, beside a constraint. Raises InvalidArgument."""
+    for field in given:
+        raise InvalidArgument("cannot be set beside a constraint, which says where a completion ends", field=field)
 
 
 def check_length(text: str, field: str) -> None:

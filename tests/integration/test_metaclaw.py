@@ -179,6 +179,30 @@ def test_a_chat_without_a_model_is_of_the_newest_session(call, session, address,
     assert answer.headers["x-paceline-run"] == session
 
 
+def test_null_means_that_a_field_is_not_set(call, session):
+    call("/v1/weights/save", session_id=session, name="null")
+    chat = {"messages": [{"role": "user", "content": "hi"}], "seed": 5, "ignore_eos": True, "logprobs": True}
+    nothing = dict.fromkeys(("temperature", "top_k", "top_p", "max_tokens", "max_completion_tokens"))
+    plain, nulls = (call("/v1/chat/completions", **chat, **more)["choices"][0] for more in ({}, nothing))
+    assert plain["message"]["content"] == nulls["message"]["content"]
+    assert len(plain["logprobs"]["content"]) > 400  # MetaClaw's limit is beyond this context
+    nothing = dict.fromkeys(("temperature", "top_k", "top_p", "num_samples", "stop"))
+    sample = call("/v1/sample", tokens=PROMPT, session_id=session, max_tokens=None, **nothing)
+    assert len(sample["sequences"]) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_is_scored_once_whatever_is_sampled_after_it(call, service, n):
+    asked = {"prompt": PROMPT, "max_tokens": 2, "n": n, "prompt_logprobs": 0}
+    for choice in call("/v1/completions", model="model", **asked)["choices"]:
+        told = [
+            position[str(token)]["logprob"]
+            for position, token in zip(choice["prompt_logprobs"][1:], PROMPT[1:], strict=True)
+        ]
+        scores = service.create_sampling_client(base_model="model").compute_logprobs(PROMPT).result().logprobs
+        assert told == pytest.approx(list(scores[1:]), abs=1e-4)
+
+
 def test_generate_answers_as_atropos_expects(cluster, call, service):
     sampling = service.create_sampling_client(base_model="model")
     greedy = sampling.sample(PROMPT, 1, SamplingParams(max_tokens=5, temperature=0)).result().sequences[0]

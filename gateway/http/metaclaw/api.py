@@ -41,7 +41,8 @@ API = {"api": "metaclaw"}
 _LOSSES = ("importance_sampling", "ppo", "cispo")
 _CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
-_CHAT = {"temperature": 0.7, "max_tokens": 4096, "top_k": 50, "top_p": 0.95}
+_CHAT = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
+_CHAT_TOKENS, _SAMPLE_TOKENS = 4096, 2048
 _VERSION = "0.1.0"
 Answer = TypeVar("Answer")
 
@@ -73,7 +74,11 @@ class MetaClawApi:
         """
         newest = await self._newest(tenant)
         name = newest.run_id if newest and newest.latest_version else await self._models.served(tenant, "")
-        return name, _CHAT | body
+        given = {field: value for field, value in body.items() if value is not None}
+        if given.keys().isdisjoint({"max_tokens", "max_completion_tokens"}):
+            info = await self._models.describe_sampler(tenant)
+            given["max_tokens"] = min(_CHAT_TOKENS, info.model.max_context_length - 1)
+        return name, _CHAT | given
 
     def _add_state(self, router: APIRouter) -> None:
         @router.get("/health")
@@ -192,7 +197,7 @@ class MetaClawApi:
         info = await self._models.describe_sampler(tenant)
         left = info.model.max_context_length - len(tokens)
         params = SamplingParams(
-            max_tokens=max(1, min(body.max_tokens, left)),
+            max_tokens=body.max_tokens or max(1, min(_SAMPLE_TOKENS, left)),
             temperature=body.temperature,
             top_k=max(body.top_k, 0),
             top_p=body.top_p,

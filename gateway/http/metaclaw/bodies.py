@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gateway.http.services import without_nulls
 from paceline import codec, errors
 from paceline.client.batching import sendable
 from paceline.types.training import Array
@@ -27,9 +29,14 @@ _FIELDS = {
 
 
 class Body(BaseModel):
-    """A request. Unknown fields are refused, since they would have no effect."""
+    """A request. Unknown fields are refused, since they would have no effect; null means that a field is not set."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return without_nulls(body)
 
 
 class LoraCreate(Body):
@@ -90,7 +97,8 @@ class Sample(Body):
     tokens: list[int]
     num_samples: int = Field(1, ge=1, le=1_000_000)
     temperature: float = 0.7
-    max_tokens: int = Field(2048, ge=1, le=2**31)
+    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    """Not set: 2048, or what the prompt leaves of the context."""
     top_k: int = Field(50, ge=-1, le=2**31)
     top_p: float = 0.95
     stop: str | list[str] | None = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
-from gateway.http.services import Services
+from gateway.http.services import Services, without_nulls
 from gateway.http.tinker import tensors
 from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
 from gateway.http.tinker.names import Aliases
@@ -20,6 +23,12 @@ from paceline.types import ModelRef, SamplingParams, StopReason
 _SECONDS = 86_400.0
 """Deadline of a sample. It ends with its session, long before; after a deadline it would be drawn from its start."""
 _MAX_SEED = 2**63
+_FIELDS = {
+    r"^params\.stop_token_ids\b.*": "sampling_params.stop",
+    r"^params\.": "sampling_params.",
+    r"^topk_logprobs$": "topk_sample_logprobs",
+}
+"""Fields of the services -> those of this API."""
 
 
 class Prompt(Body):
@@ -29,7 +38,9 @@ class Prompt(Body):
 
 
 class Params(Body):
-    """Sampling parameters."""
+    """Sampling parameters. Unknown ones are refused, since they would have no effect."""
+
+    model_config = ConfigDict(extra="forbid")
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -37,6 +48,11 @@ class Params(Body):
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return without_nulls(body)
 
 
 class Asample(Body):
@@ -53,6 +69,11 @@ class Asample(Body):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return without_nulls(body)
 
 
 class Sampling:
@@ -94,17 +115,18 @@ class Sampling:
                 raise errors.Unsupported("is not served; leave it out", field=name)
         sampler = self.sampler(tenant, request.sampling_session_id)
         try:
-            result = await self._services.sample(
-                tenant,
-                self._model_of(sampler),
-                tensors.prompt_tokens(request.prompt.chunks),
-                _params(request.sampling_params),
-                seconds=_SECONDS,
-                num_samples=request.num_samples,
-                prompt_logprobs=bool(request.prompt_logprobs),
-                topk_prompt_logprobs=request.topk_prompt_logprobs,
-                topk_logprobs=request.topk_sample_logprobs,
-            )
+            with _named_as_here():
+                result = await self._services.sample(
+                    tenant,
+                    self._model_of(sampler),
+                    tensors.prompt_tokens(request.prompt.chunks),
+                    _params(request.sampling_params),
+                    seconds=_SECONDS,
+                    num_samples=request.num_samples,
+                    prompt_logprobs=bool(request.prompt_logprobs),
+                    topk_prompt_logprobs=request.topk_prompt_logprobs,
+                    topk_logprobs=request.topk_sample_logprobs,
+                )
         except errors.VersionNotFound as gone:
             if sampler.version is None:
                 raise
@@ -126,22 +148,25 @@ class Sampling:
         return ModelRef(base=self._aliases.served(sampler.base_model))
 
 
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Name fields in errors as this API does."""
+    try:
+        yield
+    except errors.PacelineError as error:
+        for theirs, ours in _FIELDS.items():
+            error.field = re.sub(theirs, ours, error.field)
+        raise
+
+
 def _params(params: Params) -> SamplingParams:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
-    seed = params.seed or 0
-    if not 0 <= seed < 2**64:
-        raise errors.OutOfRange("must be from 0 to 2^64 - 1", field="sampling_params.seed")
-    for name, value in (("max_tokens", params.max_tokens), ("top_k", params.top_k)):
-        if value is not None and not -1 <= value < 2**31:
-            raise errors.OutOfRange("must be a number of tokens", field=f"sampling_params.{name}")
-    if params.max_tokens is not None and params.max_tokens < 0:
-        raise errors.OutOfRange("must be at least 1", field="sampling_params.max_tokens")
     return SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        seed=seed,
+        top_k=0 if params.top_k == -1 else params.top_k,
+        seed=params.seed,
         stop=[one for one in stop or () if isinstance(one, str)],
         stop_token_ids=[one for one in stop or () if isinstance(one, int)],
         # In Tinker's API an empty list of stops means to continue past the end of sequence.

@@ -361,6 +361,9 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         # Not vLLM's constant default, with which a restarted engine would sample the same completions again.
         seed=secrets.randbits(31),
         enable_prefix_caching=True,
+        # vLLM's default fills what a request leaves out from the model's generation_config.json. Of that file only the
+        # end-of-sequence tokens hold, which vLLM reads in any case.
+        generation_config="vllm",
         logprobs_mode="processed_logprobs",
         # By default vLLM picks a backend that supports the first request, and then uses it for every request.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),

@@ -11,7 +11,7 @@ import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import PromptLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -36,10 +37,10 @@ from paceline import errors
 from paceline.log import get_logger
 from paceline.types import ModelInfo
 from sampler_service.engine.protocol import TextEndpoint, TextRequest, Turn
-from sampler_service.engine.request_checks import check_tokens
+from sampler_service.engine.request_checks import check_tokens, completion_budget
 from sampler_service.engine.vllm.grammar import check_constraint_of
 from sampler_service.engine.vllm.grammar_process import GrammarProcess
-from sampler_service.engine.vllm.params import lora_request
+from sampler_service.engine.vllm.params import lora_request, scoring_params, text_params
 from sampler_service.engine.vllm.parsers import Parsers, check_effects
 from sampler_service.engine.vllm.tools import tool_use
 
@@ -142,7 +143,8 @@ class TextServer:
         call = _Call(request, str(request.body.get("model") or self._info.name))
         if request.endpoint is TextEndpoint.CHAT_COMPLETIONS:
             call.prompt = "messages"
-        body = {**request.body, "model": self._info.name}
+        # The layer's own limit of tokens is not used, but it checks that one against the context.
+        body = {**request.body, "model": self._info.name, "max_tokens": 1}
         token = _CALL.set(call)
         try:
             answer = await self._answer(request.endpoint, body, request.turn)
@@ -281,15 +283,21 @@ class _Engine:
                 message = "needs a tool parser for which vLLM has a grammar; PACELINE_SAMPLER_TOOL_PARSER names it"
                 raise errors.Unsupported(message, field=call.demands)
             await check_constraint_of(params.structured_outputs, self._grammars, request.turn)
-            params.logprobs = params.logprobs or 0  # at least of sampled tokens, so that NaN is detected
+            budget = completion_budget(self._info, len(tokens), request.sampling.params)
+            params = text_params(request.sampling, params, budget)
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None
-            async with request.place(len(tokens), params.n, params.max_tokens or 1):
+            async with request.place(len(tokens), params.n, budget):
+                scored = await self._score(prompt, request, request_id, lora)
                 generated = self._llm.generate(prompt, params, request_id, lora_request=lora, **reasoning)
                 try:
                     async with aclosing(generated) as source:
                         async for output in source:
                             _check(output, request)
+                            output.prompt_logprobs = scored
+                            if params.n < request.sampling.num_samples:
+                                copies = range(request.sampling.num_samples)
+                                output.outputs = [replace(output.outputs[0], index=index) for index in copies]
                             outputs.put_nowait(output)
                 except EngineGenerateError as error:
                     await self._llm.abort(request_id)  # vLLM goes on counting a request that it could not send
@@ -307,6 +315,22 @@ class _Engine:
         call.sampling -= 1
         if not call.sampling:
             request.ended()
+
+    async def _score(
+        self, prompt: Any, request: TextRequest, request_id: str, lora: LoRARequest | None
+    ) -> PromptLogprobs | None:
+        """Score a prompt once for all its samples, if the call asks for that."""
+        k = request.sampling.prompt_logprobs
+        if k is None:
+            return None
+        outputs = self._llm.generate(prompt, scoring_params(k), f"{request_id}-score", lora_request=lora)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if (scored := output.prompt_logprobs) is not None:
+                    own = zip(output.prompt_token_ids or (), scored, strict=True)
+                    request.scored(position[token].logprob for token, position in own if position)
+                    return scored
+        raise errors.EngineUnavailable("the engine stopped before the prompt was scored; try again")
 
 
 def _check(output: RequestOutput, request: TextRequest) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.inputs.engine import TokensInput, tokens_input
@@ -14,10 +16,10 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from paceline.types import StopReason, TopkLogprobs, VersionSpan
+from paceline.types import SamplingParams, StopReason, TopkLogprobs, VersionSpan
 from paceline.types.training import Array
 from sampler_service.engine.coalescer import Coalescer
-from sampler_service.engine.protocol import Adapter, GenerationRequest, TokenDelta, first_seed
+from sampler_service.engine.protocol import Adapter, GenerationRequest, TextSampling, TokenDelta, first_seed
 from sampler_service.engine.vllm.grammar import structured_outputs
 
 Position = Mapping[int, Logprob]
@@ -43,21 +45,11 @@ def lora_request(adapter: Adapter) -> LoRARequest:
 def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingParams:
     """Map the request's parameters; `budget` is the most tokens that may be sampled.
 
-    vLLM gives sample i the first sample's seed plus i. It detokenizes only for stop strings, whose tokens it keeps.
+    vLLM detokenizes only for stop strings, whose tokens it keeps.
     """
     params = request.params
     return VllmSamplingParams(
-        n=request.num_samples,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=None if params.seed is None else first_seed(params.seed),
-        stop=list(params.stop),
-        stop_token_ids=list(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        min_tokens=params.min_tokens,
-        max_tokens=budget,
+        **_shared_params(params, request.num_samples, budget),
         logprobs=request.topk_logprobs,
         detokenize=bool(params.stop),
         include_stop_str_in_output=True,
@@ -66,6 +58,46 @@ def sampling_params(request: GenerationRequest, budget: int) -> VllmSamplingPara
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,  # not shared with other requests
     )
+
+
+def text_params(sampling: TextSampling, made: VllmSamplingParams, budget: int) -> VllmSamplingParams:
+    """Map the parameters of a call of OpenAI's API; what concerns text is that of `made` by vLLM's serving layer.
+
+    Samples of greedy sampling are all the same, and vLLM computes one.
+    """
+    params = sampling.params
+    shared = _shared_params(params, sampling.num_samples if params.temperature > 0 else 1, budget)
+    # The layer may have added tokens that end an answer in the model's format.
+    shared["stop_token_ids"] += made.stop_token_ids or []
+    mapped: VllmSamplingParams = msgspec.structs.replace(
+        made,
+        **shared,
+        logprobs=sampling.topk_logprobs or 0,  # at least of sampled tokens, so that NaN is detected
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        bad_words=list(sampling.bad_words),
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+    )
+    return mapped
+
+
+def _shared_params(params: SamplingParams, num_samples: int, budget: int) -> dict[str, Any]:
+    """Map the parameters that every API has. vLLM gives sample i the first sample's seed plus i."""
+    return {
+        "n": num_samples,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "seed": None if params.seed is None else first_seed(params.seed),
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "min_tokens": params.min_tokens,
+        "max_tokens": budget,
+    }
 
 
 def scoring_params(k: int) -> VllmSamplingParams:

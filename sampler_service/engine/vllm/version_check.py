@@ -170,6 +170,7 @@ _CHAT = (
     "tool_strict_level",
     "exclude_tools_when_tool_choice_none",
 )
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 TEXT: tuple[Internal, ...] = (
     Called(
         f"{_OPENAI}.chat_completion.serving:OpenAIServingChat",
@@ -183,6 +184,7 @@ TEXT: tuple[Internal, ...] = (
     Called(f"{_OPENAI}.models.serving:OpenAIServingModels", 2),
     Replaced(f"{_OPENAI}.models.serving:OpenAIServingModels.model_name", ("lora_request",)),
     Called("vllm.renderers.online_renderer:OnlineRenderer", 2, ("trust_request_mm_kwargs", "log_error_stack", *_CHAT)),
+    Has("vllm.sampling_params:SamplingParams", ("logit_bias", "bad_words", "allowed_token_ids", *_PENALTIES)),
 )
 LENDING: tuple[Internal, ...] = (
     Replaced(

@@ -138,6 +138,8 @@ class Sampler(SamplerServiceServicer):
 
     async def CompleteText(self, request, context) -> AsyncIterator[sampler_pb.CompleteTextResponse]:
         if not json.loads(request.body).get("stream"):
+            with self._counted():
+                await self.gate.wait()
             choice = {"index": 0, "text": "", "finish_reason": "stop", "prompt_token_ids": [1, 2], "token_ids": []}
             yield sampler_pb.CompleteTextResponse(data=json.dumps({"choices": [choice]}).encode())
             return

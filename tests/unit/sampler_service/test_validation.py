@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -11,11 +12,20 @@ import pytest
 from paceline import errors
 from paceline.layout import new_run_id
 from paceline.types import ModelInfo, ModelRef, SamplingParams
-from sampler_service.validation import RequestLimits, SampleRequest, check_adapter_ref, check_ref, check_sample
+from sampler_service.engine.protocol import TextEndpoint
+from sampler_service.validation import (
+    RequestLimits,
+    SampleRequest,
+    check_adapter_ref,
+    check_ref,
+    check_sample,
+    read_body,
+)
 
 MODEL = ModelInfo("tiny", max_context_length=32, vocab_size=100, dtype="float32", max_lora_rank=8, num_layers=2)
 LIMITS = RequestLimits(MODEL, max_num_samples=4, max_topk=5, max_unread_tokens=100)
 RUN = new_run_id()
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 def request(length=8, **fields):
@@ -138,6 +148,125 @@ def test_requests_beyond_the_limits_are_refused(changed, error, field):
     with pytest.raises(error) as failure:
         check_sample(changed, LIMITS)
     assert failure.value.field == field
+
+
+def text(endpoint=TextEndpoint.COMPLETIONS, limits=LIMITS, **body):
+    body = {"prompt": "x"} | body if endpoint is TextEndpoint.COMPLETIONS else {"messages": MESSAGES} | body
+    return read_body(json.dumps({"model": "tiny", **body}).encode(), endpoint, limits)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "field"),
+    [
+        ({"n": 5}, errors.OutOfRange, "n"),
+        ({"n": 0}, errors.OutOfRange, "n"),
+        ({"n": "2"}, errors.InvalidArgument, "n"),
+        ({"n": True}, errors.InvalidArgument, "n"),
+        ({"prompt": ["x"] * 5}, errors.OutOfRange, "prompt"),
+        ({"prompt": [[1]] * 3, "n": 2}, errors.OutOfRange, "prompt"),
+        ({"logprobs": 6}, errors.OutOfRange, "logprobs"),
+        ({"logprobs": -1}, errors.OutOfRange, "logprobs"),
+        ({"logprobs": True}, errors.InvalidArgument, "logprobs"),
+        ({"prompt_logprobs": 6}, errors.OutOfRange, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, errors.OutOfRange, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, errors.Unsupported, "prompt_logprobs"),
+        ({"temperature": 0.005}, errors.OutOfRange, "temperature"),
+        ({"temperature": 10**400}, errors.OutOfRange, "temperature"),
+        ({"temperature": math.nan}, errors.NonFinite, "temperature"),
+        ({"temperature": "0.5"}, errors.InvalidArgument, "temperature"),
+        ({"temperature": False}, errors.InvalidArgument, "temperature"),
+        ({"top_p": 0}, errors.OutOfRange, "top_p"),
+        ({"top_k": -2}, errors.OutOfRange, "top_k"),
+        ({"min_p": 2}, errors.OutOfRange, "min_p"),
+        ({"seed": -1}, errors.OutOfRange, "seed"),
+        ({"seed": 1.5}, errors.InvalidArgument, "seed"),
+        ({"max_tokens": 0}, errors.OutOfRange, "max_tokens"),
+        ({"max_tokens": 32}, errors.SequenceTooLong, "max_tokens"),
+        ({"min_tokens": 17}, errors.OutOfRange, "min_tokens"),
+        ({"stop": "x" * 1025}, errors.OutOfRange, "stop[0]"),
+        ({"stop": ["x"] * 65}, errors.OutOfRange, "stop"),
+        ({"stop": [None]}, errors.InvalidArgument, "stop"),
+        ({"stop": [3]}, errors.InvalidArgument, "stop"),
+        ({"stop_token_ids": [3, 100]}, errors.TokenOutOfRange, "stop_token_ids[1]"),
+        ({"stop_token_ids": ["a"]}, errors.InvalidArgument, "stop_token_ids"),
+        ({"ignore_eos": 1}, errors.InvalidArgument, "ignore_eos"),
+        ({"frequency_penalty": 2.1}, errors.OutOfRange, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, errors.OutOfRange, "presence_penalty"),
+        ({"repetition_penalty": 1e-300}, errors.OutOfRange, "repetition_penalty"),
+        ({"repetition_penalty": 1e300}, errors.OutOfRange, "repetition_penalty"),
+        ({"logit_bias": {"3": 100.5}}, errors.OutOfRange, "logit_bias"),
+        ({"logit_bias": {"3": math.inf}}, errors.NonFinite, "logit_bias"),
+        ({"logit_bias": {"3": "1"}}, errors.InvalidArgument, "logit_bias"),
+        ({"logit_bias": {"three": 1}}, errors.InvalidArgument, "logit_bias"),
+        ({"logit_bias": {"03": 1}}, errors.InvalidArgument, "logit_bias"),
+        ({"logit_bias": {"100": 1}}, errors.TokenOutOfRange, "logit_bias[0]"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, errors.OutOfRange, "logit_bias"),
+        ({"bad_words": ["x"] * 65}, errors.OutOfRange, "bad_words"),
+        ({"bad_words": [""]}, errors.OutOfRange, "bad_words[0]"),
+        ({"allowed_token_ids": []}, errors.InvalidArgument, "allowed_token_ids"),
+        ({"allowed_token_ids": [100]}, errors.TokenOutOfRange, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": [1] * 16385}, errors.OutOfRange, "allowed_token_ids"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, errors.InvalidArgument, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, errors.InvalidArgument, "min_tokens"),
+        ({"best_of": 2}, errors.UnknownField, "best_of"),
+        ({"use_beam_search": True}, errors.UnknownField, "use_beam_search"),
+        ({"length_penalty": 2.0}, errors.UnknownField, "length_penalty"),
+        ({"truncate_prompt_tokens": 2}, errors.UnknownField, "truncate_prompt_tokens"),
+        ({"logprob_token_ids": [1]}, errors.UnknownField, "logprob_token_ids"),
+    ],
+)
+def test_the_limits_hold_for_the_bodies_of_openai_s_api(body, error, field):
+    with pytest.raises(error) as failure:
+        text(**body)
+    assert failure.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "field"),
+    [
+        ({"logprobs": True, "top_logprobs": 6}, errors.OutOfRange, "top_logprobs"),
+        ({"top_logprobs": 2}, errors.InvalidArgument, "top_logprobs"),
+        ({"logprobs": 3}, errors.InvalidArgument, "logprobs"),
+        ({"max_completion_tokens": 32}, errors.SequenceTooLong, "max_completion_tokens"),
+        ({"max_completion_tokens": 2, "max_tokens": 3}, errors.InvalidArgument, "max_tokens"),
+        ({"prompt_logprobs": 1}, errors.UnknownField, "prompt_logprobs"),
+    ],
+)
+def test_the_limits_hold_for_chats(body, error, field):
+    with pytest.raises(error) as failure:
+        text(TextEndpoint.CHAT_COMPLETIONS, **body)
+    assert failure.value.field == field
+
+
+def test_a_body_that_leaves_everything_out_and_one_of_nulls_mean_the_same():
+    nothing = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "max_tokens"))
+    for endpoint, most in ((TextEndpoint.COMPLETIONS, 16), (TextEndpoint.CHAT_COMPLETIONS, None)):
+        plain = text(endpoint).sampling
+        assert plain == text(endpoint, **nothing).sampling
+        assert plain.params == SamplingParams(max_tokens=most)
+        assert (plain.repetition_penalty, plain.frequency_penalty, plain.presence_penalty) == (1, 0, 0)
+
+
+def test_the_serving_layer_gets_nothing_that_says_how_to_sample():
+    sampling = {"temperature": 0.5, "top_k": -1, "seed": 3, "stop": "a", "max_tokens": 4, "logit_bias": {"7": -2}}
+    body = text(**sampling, n=2, skip_special_tokens=False)
+    assert body.fields == {"model": "tiny", "prompt": "x", "n": 2, "skip_special_tokens": False}
+    assert body.sampling.params == SamplingParams(temperature=0.5, seed=3, stop=["a"], max_tokens=4)
+    assert (body.sampling.num_samples, body.sampling.logit_bias) == (2, {7: -2})
+
+
+def test_log_probabilities_that_no_message_holds_are_refused_before_they_are_sampled():
+    roomy = RequestLimits(replace(MODEL, max_context_length=2**20), 64, 20, 100)
+    with pytest.raises(errors.OutOfRange, match="MiB of the answer") as failure:
+        text(limits=roomy, n=64, logprobs=20, max_tokens=4096)
+    assert failure.value.field == "logprobs"
+    text(limits=roomy, n=64, logprobs=20, max_tokens=4096, stream=True)
+    text(limits=roomy, n=4, logprobs=20, max_tokens=4096)
+    large = request(num_samples=64, topk_logprobs=20)
+    with pytest.raises(errors.OutOfRange, match="MiB of the answer") as failure:
+        check_sample(large, roomy)
+    assert failure.value.field == "topk_logprobs"
+    check_sample(replace(large, params=SamplingParams(max_tokens=4096)), roomy)
 
 
 def test_a_prompt_may_leave_room_for_a_single_token():
