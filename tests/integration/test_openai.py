@@ -308,7 +308,9 @@ def test_of_several_tools_each_call_has_the_arguments_of_its_own(client, stream)
     schemas = {"see": SCHEMA, "go": {**SCHEMA, "properties": {"ok": NUMBER}}, "rest": {}}
     tools = [{"type": "function", "function": {"name": name, "parameters": schemas[name]}} for name in schemas]
     found = set()
-    for calls in calls_of(client, stream=stream, tools=tools, tool_choice="required", n=16, parallel_tool_calls=False):
+    for calls in calls_of(
+        client, stream=stream, tools=tools, tool_choice="required", n=32, seed=3, parallel_tool_calls=False
+    ):
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), schemas[name] or {"additionalProperties": False})
             found.add(name)
