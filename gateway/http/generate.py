@@ -80,7 +80,7 @@ class GenerateApi:
 
 def _position(known: Mapping[str, Mapping[str, Any]] | None) -> dict[str, float] | None:
     """Return the log-probability of a prompt's token, and those of the likeliest tokens; None for the first token."""
-    return known and {token: told["logprob"] for token, told in known.items()}
+    return None if known is None else {token: told["logprob"] for token, told in known.items()}
 
 
 def _positions(logprobs: Mapping[str, Any]) -> list[list[dict[str, float]]]:
