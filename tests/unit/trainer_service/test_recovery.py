@@ -83,7 +83,8 @@ async def test_runs_that_nobody_waits_for_give_way_to_one_that_somebody_waits_fo
     recovery.ask(recovery.registry[0])
     await recovery.begun("run-1")
     recovery.background.spawn(recovery.recover_all())
-    await asyncio.sleep(0)
+    for _ in range(20):  # as long as it takes to begin
+        await asyncio.sleep(0)
     assert recovery.began == ["run-1"]
     recovery.may_end["run-1"].set()
     await recovery.begun("run-4")
