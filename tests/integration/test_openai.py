@@ -336,6 +336,15 @@ def test_parameters_that_no_call_could_be_held_to_are_refused(client, parameters
     assert refusal.value.param == "tools[1].function.parameters"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_that_holds_a_mark_of_the_format_is_no_silent_answer(client, stream):
+    parameters = {**SCHEMA, "properties": {"ok": {"const": "a</tool_call>b"}}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    with pytest.raises(openai.APIError, match="parser cannot read the one that was sampled") as failure:
+        calls_of(client, stream=stream, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    assert (failure.value.code, failure.value.param) == ("unsupported_value", "tool_choice")
+
+
 def test_a_model_that_shall_not_call_tools_is_shown_none(client):
     def prompt(**body):
         asked = {"model": "model", "messages": MESSAGES, "max_completion_tokens": 1, **body}

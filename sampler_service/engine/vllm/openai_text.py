@@ -42,7 +42,7 @@ from sampler_service.engine.vllm.grammar import check_constraint_of
 from sampler_service.engine.vllm.grammar_process import GrammarProcess
 from sampler_service.engine.vllm.params import lora_request, scoring_params, text_params
 from sampler_service.engine.vllm.parsers import Parsers, check_effects
-from sampler_service.engine.vllm.tools import tool_use
+from sampler_service.engine.vllm.tools import DemandedCalls, tool_use
 
 _DATA, _DONE, _ERROR = "data: ", "[DONE]", b'{"error":'
 _LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
@@ -70,6 +70,18 @@ class _Call:
     """The field that its prompts are in."""
     failure: BaseException | None = None
     """The original error from the engine, which the layer replaces by its own wording."""
+    tool_calls: DemandedCalls | None = None
+    """Those in its answer; None if it does not demand one."""
+
+    def checked(self, part: bytes) -> bytes:
+        """Return a part of the answer, unless the call has failed. Raises what it failed with."""
+        if self.failure is not None:
+            raise self.failure
+        if part.startswith(_ERROR):
+            raise _unforeseen()
+        if self.tool_calls is not None:
+            self.tool_calls.see(part)
+        return part
 
 
 _CALL: ContextVar[_Call] = ContextVar("paceline_text_call")
@@ -166,15 +178,11 @@ class TextServer:
         if isinstance(answer, ErrorResponse):
             raise errors.InvalidArgument(answer.error.message, field=answer.error.param or "")
         if not isinstance(answer, AsyncGenerator):
-            yield _encode(answer.model_dump_json())
+            yield call.checked(_encode(answer.model_dump_json()))
             return
         async with aclosing(_in_context(answer, call)) as events:
             async for event in events:
-                if call.failure is not None:
-                    raise call.failure
-                if event.startswith(_ERROR):
-                    raise _unforeseen()
-                yield event
+                yield call.checked(event)
         if call.failure is not None:
             raise call.failure
 
@@ -185,7 +193,9 @@ class TextServer:
             request = ChatCompletionRequest.model_validate(use.body)
             # With tools, the layer converts a constraint itself, before it makes one of both and samples.
             await check_constraint_of(request.extract_structured_outputs(), self._grammars, turn)
-            _CALL.get().demands = use.demands
+            call = _CALL.get()
+            call.demands = use.demands
+            call.tool_calls = DemandedCalls() if use.demands == "tool_choice" else None
             chat = self._constrained_chat if use.is_constrained else self._chat
             return await chat.create_chat_completion(request)
         return await self._completion.create_completion(CompletionRequest.model_validate(body))

@@ -12,11 +12,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import InvalidArgument, InvalidName
+from paceline.errors import InvalidArgument, InvalidName, Unsupported
 from sampler_service.engine.request_checks import check_schema
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 """Names that need no escapes in JSON, which the formats of some models cannot have."""
+_WHOLE = frozenset({"stop", "tool_calls"})
+"""Reasons why an answer ends that is not cut off."""
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 """Parameters of a tool that names none. Without a schema, vLLM takes any JSON for the arguments."""
 
@@ -31,6 +33,39 @@ class ToolUse:
     """The field that demands calls which match their schemas; empty if none does."""
     is_constrained: bool = False
     """Whether calls are held to their schemas."""
+
+
+class DemandedCalls:
+    """Checks that an answer has the calls that its request demands.
+
+    What was sampled is held to the schemas, but a parser may not find it: a text within the arguments can be what marks
+    the end of a call in the model's format.
+    """
+
+    def __init__(self) -> None:
+        self._arguments: dict[int, dict[int, str]] = {}
+        """The arguments of calls so far, by choice and call."""
+
+    def see(self, part: bytes) -> None:
+        """Check the choices that end in a part of an answer, or in a whole one. Raises Unsupported."""
+        for choice in json.loads(part).get("choices", ()):
+            calls = self._arguments.setdefault(choice["index"], {})
+            said = choice.get("message") or choice.get("delta") or {}
+            for position, call in enumerate(said.get("tool_calls") or ()):
+                at = call.get("index", position)
+                calls[at] = calls.get(at, "") + (call["function"].get("arguments") or "")
+            if choice.get("finish_reason") in _WHOLE and not (calls and all(map(_is_object, calls.values()))):
+                message = (
+                    "demands a call, and its parser cannot read the one that was sampled: its arguments hold a mark "
+                )
+                raise Unsupported(f"{message}of the model's format; change the schema or the seed", field="tool_choice")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def tool_use(body: dict[str, Any]) -> ToolUse:
