@@ -15,6 +15,7 @@ from support.stacks.sampler_contract import ask, one, options_for
 from paceline.errors import InvalidArgument, UnknownField, Unsupported
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.protocol import EngineUnfit, TextEndpoint, TextRequest
+from sampler_service.openai_sampling import SAMPLED, read_sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 THINK, END = 256, 257
@@ -61,7 +62,9 @@ async def parts_of(engine, endpoint=TextEndpoint.CHAT_COMPLETIONS, **body):
         yield
 
     asked = {"messages": MESSAGES, **body} if endpoint is TextEndpoint.CHAT_COMPLETIONS else body
-    request = TextRequest(endpoint, asked, None, "team", place, lambda logprobs: None)
+    fields = {name: value for name, value in asked.items() if name not in SAMPLED}
+    sampling = read_sampling(asked, endpoint)
+    request = TextRequest(endpoint, fields, sampling, None, "team", place, lambda logprobs: None)
     return [json.loads(part) async for part in engine.complete_text(request)]
 
 

@@ -20,9 +20,9 @@ from support.stacks.sampler_stack import until
 
 from paceline.errors import EngineUnavailable, InvalidArgument, Unsupported
 from paceline.layout import WEIGHTS_FILE
-from paceline.types import StopReason
+from paceline.types import SamplingParams, StopReason
 from sampler_service.engine.factory import create_engine
-from sampler_service.engine.protocol import TextEndpoint, TextRequest
+from sampler_service.engine.protocol import TextEndpoint, TextRequest, TextSampling
 from sampler_service.engine.vllm.engine import SOCKETS_VARIABLE, engine_args
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -162,8 +162,8 @@ async def test_a_text_request_that_cannot_be_sent_is_refused_and_leaves_nothing(
     async def place(*_):
         yield
 
-    body = {"prompt": [PROMPT] * 3, "max_tokens": 1, "top_k": 2**64}
-    request = TextRequest(TextEndpoint.COMPLETIONS, body, None, "team", place, lambda logprobs: None)
+    body, sampling = {"prompt": [PROMPT] * 3}, TextSampling(SamplingParams(max_tokens=1, top_k=2**64))
+    request = TextRequest(TextEndpoint.COMPLETIONS, body, sampling, None, "team", place, lambda logprobs: None)
     with pytest.raises(Unsupported if engine.name == "hf" else InvalidArgument):
         async for _ in engine.complete_text(request):
             pass

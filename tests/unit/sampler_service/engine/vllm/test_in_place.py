@@ -11,8 +11,9 @@ from support.stacks.sampler_contract import ask, one
 
 from paceline.errors import EngineUnavailable, ModelNotLoadable
 from paceline.layout import MODEL_FILE
+from paceline.types import SamplingParams
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.protocol import TextEndpoint, TextRequest
+from sampler_service.engine.protocol import TextEndpoint, TextRequest, TextSampling
 from sampler_service.engine.vllm.in_place import ReplaceableVllmEngine, WritableVllmEngine
 
 
@@ -102,7 +103,7 @@ async def test_text_that_is_sampled_after_a_write_shares_no_prefix_with_text_bef
         return llm
 
     monkeypatch.setattr(engine, "_text_server", server)
-    request = TextRequest(TextEndpoint.COMPLETIONS, {}, None, "team", None, None)
+    request = TextRequest(TextEndpoint.COMPLETIONS, {}, TextSampling(SamplingParams()), None, "team", None, None)
     for version in (1, 2):
         async for _ in engine.complete_text(request):
             pass
