@@ -18,6 +18,8 @@ from trainer_service.engine.runs.adapter_config import check_adapter_config
 from trainer_service.runs.record import RunOrigin
 
 _FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
+_BASE_LAYER = ".base_layer."
+"""In the name of a tensor: it is the base model's own weight, which PEFT saves beside an adapter on the output head."""
 
 
 async def import_adapter(
@@ -26,16 +28,23 @@ async def import_adapter(
     """Copy the adapter of a PEFT directory to a sampler checkpoint of a run, durably and atomically.
 
     The checkpoint belongs to the run's tenant. The trainer may be running. Only the weights and their configuration
-    are copied. Raises RunNotFound, InvalidName, CheckpointExists, InvalidDtype, InvalidShape, NonFinite,
-    ChecksumMismatch, DiskFull, InvalidArgument if the configuration is invalid, and CheckpointMismatch if a file is
-    missing or the rank or scaling differs from the run's. LoadCheckpoint checks that the modules are the run's.
+    are copied, without the base model's own weights that PEFT saves beside an adapter on the output head. Raises
+    RunNotFound, InvalidName, CheckpointExists, InvalidDtype, InvalidShape, NonFinite, ChecksumMismatch, DiskFull,
+    InvalidArgument if the configuration is invalid, and CheckpointMismatch if a file is missing or the rank or scaling
+    differs from the run's. LoadCheckpoint checks that the modules are the run's.
     """
     run = _read_run(volume, run_id)
     _check_files(source, run)
 
+    names = [entry.name for entry in weights.read_tensor_entries(source / layout.WEIGHTS_FILE)]
+    own = [name for name in names if _BASE_LAYER not in name]
+
     async def copy(directory: Path) -> None:
         for file in _FILES:
-            await asyncio.to_thread(copy_file, source / file, directory / file)
+            if file == layout.WEIGHTS_FILE and own != names:
+                await asyncio.to_thread(weights.copy_tensors, source / file, directory / file, own)
+            else:
+                await asyncio.to_thread(copy_file, source / file, directory / file)
 
     return await CheckpointStore(volume).save(
         layout.CheckpointPath(run_id, CheckpointKind.SAMPLER, layout.check_name(name)),
@@ -61,7 +70,7 @@ def _check_files(source: Path, run: RunOrigin) -> None:
         if path.is_symlink():
             raise errors.CheckpointMismatch(f"{path} is a link, which is not followed; copy the directory with cp -rL")
         if not path.is_file():
-            raise errors.CheckpointMismatch(f"{source} has no {file}; save the adapter with PEFT as safetensors")
+            raise errors.CheckpointMismatch(f"{source} has no {file}; {_remedy(source)}")
     try:
         weights.check_finite(source / layout.WEIGHTS_FILE)
     except (ValueError, struct.error) as error:
@@ -69,6 +78,15 @@ def _check_files(source: Path, run: RunOrigin) -> None:
     if not isinstance(run.parameters, LoraConfig):
         raise errors.CheckpointMismatch("the run trains all parameters; create one with an adapter")
     check_adapter_config(run.parameters, weights.read_adapter_config(source / layout.CONFIG_FILE).settings)
+
+
+def _remedy(source: Path) -> str:
+    names = {path.name for path in source.iterdir()} if source.is_dir() else set()
+    if "adapter_model.bin" in names:
+        return "its adapter_model.bin is pickled; load it with PEFT and save it again with save_pretrained"
+    if names & {"config.json", "model.safetensors", "model.safetensors.index.json"}:
+        return "it is a whole model; give it to the trainer as its base model"
+    return "save the adapter with PEFT's save_pretrained, as safetensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from paceline.weights.manifest import (
     write_manifest,
     write_sums,
 )
-from paceline.weights.safetensors import check_finite, read_header, read_tensor_entries
+from paceline.weights.safetensors import check_finite, copy_tensors, read_header, read_tensor_entries
 from paceline.weights.wire import (
     ChunkWriter,
     Part,
@@ -41,6 +41,7 @@ __all__ = [
     "absent",
     "add_fetch_version",
     "check_finite",
+    "copy_tensors",
     "crc32c_of",
     "describe_weights",
     "draft_manifest",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from math import prod
@@ -36,6 +37,8 @@ MAX_TENSORS = 1 << 18
 _OFFSETS = b'"data_offsets"'
 _PIECE = 1 << 17
 """Elements that are checked together, few enough to stay in the processor's cache."""
+_COPIED = 1 << 24
+"""Bytes that are copied together."""
 
 
 def read_header(weights: Path) -> bytes:
@@ -110,6 +113,23 @@ def _entry(name: str, text: msgspec.Raw, base: int) -> pb.TensorEntry:
             f"has shape {shape} of {facts.dtype}, and {end - start} bytes in the file", field=name
         )
     return pb.TensorEntry(name=name, dtype=dtype, shape=shape, offset=base + start, size=end - start)
+
+
+def copy_tensors(source: Path, target: Path, names: Collection[str]) -> None:
+    """Copy some tensors of a safetensors file, by name, into a new one. Raises as `read_tensor_entries`."""
+    kept = [entry for entry in read_tensor_entries(source) if entry.name in names]
+    given, header, at = json.loads(read_header(source)), dict[str, Any](), 0
+    for entry in kept:
+        header[entry.name] = given[entry.name] | {"data_offsets": [at, at + entry.size]}
+        at += entry.size
+    text = json.dumps({name: given[name] for name in ("__metadata__",) if name in given} | header).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns tensors
+    with source.open("rb") as file, target.open("wb") as copy:
+        copy.write(len(text).to_bytes(8, "little") + text)
+        for entry in kept:
+            file.seek(entry.offset)
+            for start in range(0, entry.size, _COPIED):
+                copy.write(file.read(min(_COPIED, entry.size - start)))
 
 
 def check_finite(weights: Path) -> None:

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, entries
+from paceline.model_directory import (
+    Loading,
+    ModelDamagedError,
+    check_directory,
+    check_fit,
+    first_line,
+    weights_in,
+    why_not_loaded,
+)
 from paceline.regular_files import read_file
 from paceline.weights import parse_adapter_config, read_header, read_tensor_entries
+from sampler_service.engine.protocol import EngineUnfit
 
 _PREFIX = "base_model.model."
 _SIDES = (".lora_A.weight", ".lora_B.weight")
 _UNSERVED = ("use_dora", "modules_to_save", "lora_bias", "layer_replication")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+"""Files of a model on a hub that are read."""
 
 LinearShapes = Mapping[str, tuple[int, int]]
 """Name of every linear module of a base model -> (out features, in features)."""
@@ -104,9 +119,62 @@ def linear_shapes(model: PreTrainedModel) -> LinearShapes:
     return {name: (layer.out_features, layer.in_features) for name, layer in layers}
 
 
-def linear_shapes_of(model_path: Path) -> LinearShapes:
-    """Return the same for a model on disk. Its modules are built on the meta device; no weights are read."""
-    return linear_shapes(_skeleton(model_path))
+def check_model(model_path: Path) -> LinearShapes:
+    """Check that a model's files are whole and hold each weight of its configuration; return its linear modules.
+
+    Its modules are built on the meta device, and no weights are read: vLLM itself lets missing layers, weights and
+    biases pass. Those of a quantised model have other names, which only vLLM knows. Raises EngineUnfit, whose message
+    names what is wrong and says what to do.
+    """
+    with fit(model_path):
+        directory = (
+            model_path if model_path.exists() else Path(snapshot_download(str(model_path), allow_patterns=_FILES))
+        )
+        check_directory(directory)
+        skeleton = _skeleton(directory)
+        if getattr(skeleton.config, "quantization_config", None) is not None:
+            return linear_shapes(skeleton)
+        empty = {name: torch.empty(shape, device="meta") for name, shape in weights_in(directory).items()}
+        loaded: Any = type(skeleton).from_pretrained(
+            None,
+            config=skeleton.config,
+            state_dict=empty,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused by name.
+        )
+        return linear_shapes(whole(loaded))
+
+
+def check_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer. Raises ModelDamagedError if it cannot be."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    except Exception as error:  # whatever a file's parser raises
+        raise ModelDamagedError(
+            f"its tokenizer cannot be read ({first_line(error).rstrip(':')}); fetch or save it again (tokenizer.json, "
+            "tokenizer_config.json)"
+        ) from error
+    return tokenizer
+
+
+def whole(loaded: tuple[PreTrainedModel, Mapping[str, Any]]) -> PreTrainedModel:
+    """Return a model that transformers loaded with its loading info. Raises ModelDamagedError if it is not whole."""
+    model, info = loaded
+    text = model.config.get_text_config(decoder=True)
+    check_fit(Loading.of(info), text.to_dict(), frozenset(name for name, _ in model.named_modules()))
+    return model
+
+
+@contextmanager
+def fit(model_path: Path) -> Iterator[None]:
+    """Raise what goes wrong in the block as EngineUnfit, in a sentence that says what to do."""
+    try:
+        yield
+    except (EngineUnfit, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise EngineUnfit(f"{model_path} cannot be served: {why_not_loaded(error, model_path)}") from error
 
 
 def parameter_shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:

@@ -7,19 +7,22 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.errors import EngineUnavailable, Unsupported
+from paceline.model_directory import check_directory
 from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.hf.adapters import AdapterBank
 from sampler_service.engine.hf.batch import Batcher, Job
 from sampler_service.engine.hf.sampling import sequence_logprobs
+from sampler_service.engine.model_files import check_tokenizer, fit, whole
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, GenerationRequest, LoadTimes, Slots, TextRequest, TokenDelta, Turn
 from sampler_service.engine.request_checks import check_loaded, check_tokens, completion_budget, refuse_constraint
@@ -206,9 +209,20 @@ def _load(options: EngineOptions) -> _Loaded:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
+    with fit(options.model_path):
+        if options.model_path.exists():  # otherwise it is an id on a hub
+            check_directory(options.model_path)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            options.model_path,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused by name.
+        )
+        model = whole(loaded)
+        tokenizer = check_tokenizer(options.model_path)
     torch.nn.Module.to(model, device).requires_grad_(requires_grad=False)
     config = model.config.get_text_config()
     info = ModelInfo(
@@ -219,7 +233,6 @@ def _load(options: EngineOptions) -> _Loaded:
         max_lora_rank=options.max_lora_rank,
         num_layers=config.num_hidden_layers,
     )
-    tokenizer = AutoTokenizer.from_pretrained(options.model_path, trust_remote_code=False, local_files_only=True)
     bank = AdapterBank(model, options.max_lora_rank)
     eos = _eos_ids(model.generation_config.eos_token_id) | _eos_ids(tokenizer.eos_token_id)
     return _Loaded(model, bank, Batcher(model, bank, tokenizer.backend_tokenizer, eos), info)

@@ -17,7 +17,7 @@ import psutil
 import torch
 import vllm
 import vllm.envs
-from vllm.config import StructuredOutputsConfig
+from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -34,7 +34,15 @@ from paceline.types.training import Array
 from paceline.weight_sharing import clear
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.liveness import while_alive
-from sampler_service.engine.model_files import LinearShapes, check_adapter, linear_shapes_of, read_adapter, stored_dtype
+from sampler_service.engine.model_files import (
+    LinearShapes,
+    check_adapter,
+    check_model,
+    check_tokenizer,
+    fit,
+    read_adapter,
+    stored_dtype,
+)
 from sampler_service.engine.options import NO_FLOAT32, Dtype, EngineOptions
 from sampler_service.engine.protocol import (
     Adapter,
@@ -133,7 +141,8 @@ class VllmEngine:
         _prepare_environment()
         check_constraints_once()
         # Slow work here runs in threads, because models are also loaded while the service is running.
-        config = await asyncio.to_thread(engine_args(self._options).create_engine_config)
+        linear = await asyncio.to_thread(check_model, self._options.model_path)
+        config = await asyncio.to_thread(_engine_config, self._options)
         if config.use_v2_model_runner:
             _log.warning("using model runner V2, with which nothing here was tested", variable=RUNNER_VARIABLE)
         model = config.model_config
@@ -153,14 +162,13 @@ class VllmEngine:
         # vLLM samples a token after every prompt. Room for one more lets sequences of the full context length be
         # scored; that position is never computed.
         model.max_model_len += 1
-        linear = await asyncio.to_thread(linear_shapes_of, self._options.model_path)
         if current_platform.is_cpu():
             clear_new_blocks(config)
             if model.is_moe and config.lora_config is not None:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
         with _own_sockets() as sockets:
-            llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config, disable_log_stats=True)
+            llm = await asyncio.to_thread(_make_llm, config, self._options.model_path)
         self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config), parsers, sockets)
         direct = self._options.apply == "direct"
         preparing = llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
@@ -291,6 +299,26 @@ class VllmEngine:
                     topk = topk_rows(output.prompt_logprobs, k) if k else None
                     return prompt_logprobs(tokens, output.prompt_logprobs), topk
         raise EngineUnavailable("the engine stopped before the sequence was scored")
+
+
+def _engine_config(options: EngineOptions) -> VllmConfig:
+    """Have vLLM check the options and the model's configuration. Raises EngineUnfit with vLLM's own reason."""
+    try:
+        return engine_args(options).create_engine_config()
+    except ValueError as error:
+        lines = [line.strip().partition(" [type=")[0] for line in str(error).splitlines() if line.strip()]
+        # pydantic's first line counts the errors, its second says what the first one is.
+        said = lines[1 if len(lines) > 1 and "validation error" in lines[0] else 0].removeprefix("Value error, ")
+        raise EngineUnfit(f"vLLM cannot serve {options.model_path}: {said}") from error
+
+
+def _make_llm(config: VllmConfig, model_path: Path) -> AsyncLLM:
+    try:
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    except Exception:
+        with fit(model_path):
+            check_tokenizer(model_path)  # What this raises says more.
+        raise
 
 
 async def _check_served(engine: Started, modules: frozenset[str]) -> None:

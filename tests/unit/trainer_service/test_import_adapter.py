@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from paceline import errors
 from paceline.layout import RUN_FILE, CheckpointPath, Volume, new_run_id
@@ -65,6 +65,56 @@ async def test_a_name_that_is_taken_is_replaced_only_if_asked(volume, run_id, so
     with pytest.raises(errors.CheckpointExists):
         await import_adapter(source, volume, run_id, "made")
     assert (await import_adapter(source, volume, run_id, "made", overwrite=True)).sha256 != first.sha256
+
+
+async def test_the_base_weights_that_peft_saves_beside_an_adapter_on_the_head_are_left_out(volume, run_id, source):
+    own = {"base_model.model.lm_head.lora_A.weight": np.arange(12, dtype=np.float32).reshape(4, 3)}
+    base = {"base_model.model.lm_head.base_layer.weight": np.ones((5, 3), np.float16)}
+    save_file(base | own, source / "adapter_model.safetensors", {"format": "pt"})
+    await import_adapter(source, volume, run_id, "made")
+    directory = CheckpointStore(volume).find(CheckpointPath(run_id, CheckpointKind.SAMPLER, "made"), Identity("team"))
+    kept = load_file(directory / "adapter_model.safetensors")
+    assert kept.keys() == own.keys()
+    for name, value in own.items():
+        np.testing.assert_array_equal(kept[name], value)
+
+
+WITHOUT_EFFECT = {
+    "alphas that are the adapter's": {"alpha_pattern": {"q_proj": 8}},
+    "ranks that are the adapter's": {"rank_pattern": {"q_proj": 4}},
+    "no patterns": {"alpha_pattern": {}, "rank_pattern": None},
+}
+
+
+@pytest.mark.parametrize("setting", WITHOUT_EFFECT)
+async def test_a_setting_without_effect_is_no_obstacle(volume, run_id, source, setting):
+    (source / "adapter_config.json").write_text(json.dumps(CONFIG | WITHOUT_EFFECT[setting]))
+    assert (await import_adapter(source, volume, run_id, "made")).step == 0
+
+
+WITH_HELP = {
+    "another alpha": (CONFIG | {"alpha_pattern": {"q_proj": 4}}, r"alpha_pattern gives modules .* scaling B"),
+    "another rank": (CONFIG | {"rank_pattern": {"q_proj": 8}}, r"rank_pattern gives modules .* one rank"),
+    "no kind": ({**CONFIG, "peft_type": None}, r"adapter_config.json names no peft_type; only LORA is loaded"),
+    "another kind": ({**CONFIG, "peft_type": "IA3"}, r"has peft_type IA3; only LORA is loaded: save"),
+}
+
+
+@pytest.mark.parametrize("setting", WITH_HELP)
+async def test_a_setting_with_effect_is_refused_with_what_to_do(volume, run_id, source, setting):
+    config, message = WITH_HELP[setting]
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(errors.CheckpointMismatch, match=message):
+        await import_adapter(source, volume, run_id, "made")
+
+
+async def test_pickles_and_whole_models_are_no_adapters_and_the_refusal_says_so(volume, run_id, source):
+    (source / "adapter_model.safetensors").rename(source / "model.safetensors")
+    with pytest.raises(errors.CheckpointMismatch, match="whole model"):
+        await import_adapter(source, volume, run_id, "made")
+    (source / "model.safetensors").rename(source / "adapter_model.bin")
+    with pytest.raises(errors.CheckpointMismatch, match="pickled"):
+        await import_adapter(source, volume, run_id, "made")
 
 
 def move_and_link(path):

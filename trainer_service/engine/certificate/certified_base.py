@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import OutOfMemory, PacelineError, Unsupported
+from paceline.model_directory import first_line
 from paceline.types import ForwardBackwardSpec, LoraConfig, ModelCertificate
 from paceline.types.training import Array
 from trainer_service.engine import messages
@@ -38,7 +39,6 @@ from trainer_service.engine.microbatch.passes import PassExecutor
 from trainer_service.engine.model.base_model import (
     STOCK_ATTENTION,
     PassMode,
-    first_line,
     hidden_states,
     length_dependent_rope,
     load_base_model,

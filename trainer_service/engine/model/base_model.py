@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from paceline.errors import ModelNotFound, Unsupported
+from paceline.errors import ModelNotFound, PacelineError, Unsupported
+from paceline.model_directory import Loading, ModelDamagedError, check_directory, check_fit, why_not_loaded
 from paceline.types import PackingMode
 from trainer_service.engine.model.fused_layers import ElementWork, check_compiler, fuse_layers, has_fused_family
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
@@ -89,10 +91,17 @@ def load_base_model(
     try:
         borrowed = borrow_base_model(options, STOCK_ATTENTION)
         model = _from_files(options) if borrowed is None else borrowed
-    except OSError as error:
-        raise ModelNotFound(f"{options.model_name} cannot be loaded; check the model's path or id.") from error
-    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
-        raise Unsupported(f"{options.model_name} cannot be served: {first_line(error)}.") from error
+    except PacelineError:
+        raise
+    except (ModelDamagedError, OSError) as error:
+        reason = why_not_loaded(error, Path(options.model_path))
+        raise ModelNotFound(f"{options.model_path} cannot be loaded: {reason}.") from error
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise Unsupported(
+            f"{options.model_name} cannot be served: {why_not_loaded(error, Path(options.model_path))}."
+        ) from error
     model.requires_grad_(requires_grad=False)
     if options.compile:
         check_compiler(options.device)
@@ -110,20 +119,32 @@ def load_base_model(
 
 
 def _from_files(options: EngineOptions) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    """Load a model of which every weight is in its files, and no weight is left over."""
+    if (directory := Path(options.model_path)).exists():  # otherwise it is an id on a hub
+        check_directory(directory)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         options.model_path,
         dtype=getattr(torch, options.dtype),
         attn_implementation=STOCK_ATTENTION,
         use_safetensors=True,
         trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # They are refused below, by name.
     )
+    model: PreTrainedModel
+    model, info = loaded
+    text = model.config.get_text_config(decoder=True)
+    check_fit(Loading.of(info), text.to_dict(), frozenset(name for name, _ in model.named_modules()))
+    _check_finite(model)
     return model
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without a full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__
+@torch.no_grad()
+def _check_finite(model: PreTrainedModel) -> None:
+    for name, weight in model.named_parameters():
+        # The extremes show NaN and infinity in a fraction of the time that looking at each element takes.
+        if weight.numel() and weight.is_floating_point() and not torch.stack(torch.aminmax(weight)).isfinite().all():
+            raise ModelDamagedError(f"{name} holds NaN or infinity; fetch or save the model again")
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:
@@ -135,10 +156,21 @@ def _recompute_layers(model: PreTrainedModel) -> None:
     if not layers:
         raise Unsupported(f"{type(model).__name__} does not support activation_checkpointing.")
     # Sets what transformers' own switch sets; the switch would also compute gradients for the embeddings. A layer
-    # requires `training`; its submodules stay in evaluation mode.
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    # requires `training`, but only outside: within, it would turn the layer's own dropout on.
     for layer in layers:
+        again = partial(_recomputed, layer)
         vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=again, training=True)
+
+
+def _recomputed(layer: nn.Module, forward: Callable[..., object], *arguments: Any) -> object:
+    def evaluate(*given: Any) -> object:
+        layer.training = False
+        try:
+            return forward(*given)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluate, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _reset_dynamic_rope(model: PreTrainedModel) -> None:

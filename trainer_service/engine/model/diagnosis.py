@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from paceline.errors import PacelineError
+from paceline.model_directory import first_line
 from trainer_service.engine.model.base_model import (
     STOCK_ATTENTION,
     PassMode,
-    first_line,
     hidden_states,
     output_head,
     use_attention,

@@ -31,6 +31,9 @@ _WITHOUT_EFFECT = frozenset(
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model's weights and the adapter's form as they are."""
 
+_PATTERNS = {"alpha_pattern": "lora_alpha", "rank_pattern": "r"}
+"""Fields with a value for each of some modules -> the field with the value for all others."""
+
 _DEFAULTS = {"use_rslora": False, "init_lora_weights": True}
 """PEFT's values for missing fields."""
 
@@ -67,8 +70,13 @@ def check_adapter_config(lora: LoraConfig, config: Mapping[str, Any]) -> None:
     Raises CheckpointMismatch for another rank or scaling, and for every setting of a LoRA variant (DoRA, separate
     alphas for some modules, a changed base model and so on), including settings that are unknown here.
     """
-    ours = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": scaling_alpha(lora), "use_rslora": lora.use_rslora}
     theirs = _DEFAULTS | dict(config)
+    if (kind := theirs.get("peft_type")) != "LORA":
+        said = "names no peft_type" if kind is None else f"has peft_type {kind}"
+        raise CheckpointMismatch(
+            f"adapter_config.json {said}; only LORA is loaded: save the adapter as LoRA with PEFT."
+        )
+    ours = {"r": lora.rank, "lora_alpha": scaling_alpha(lora), "use_rslora": lora.use_rslora}
     for field, mine in ours.items():
         if theirs.get(field) != mine:
             name = "rank" if field == "r" else field
@@ -80,6 +88,13 @@ def check_adapter_config(lora: LoraConfig, config: Mapping[str, Any]) -> None:
         raise CheckpointMismatch(
             f"init_lora_weights is {start}, which changes more than the adapter; convert it to a plain LoRA with PEFT."
         )
-    for field in sorted(theirs.keys() - ours.keys() - _DEFAULTS.keys() - _WITHOUT_EFFECT):
+    for pattern, field in _PATTERNS.items():
+        own = theirs.get(pattern) or {}
+        if not isinstance(own, dict) or any(value != ours[field] for value in own.values()):
+            raise CheckpointMismatch(
+                f"{pattern} gives modules a {field} of their own ({own}), and a run has one for all; save an "
+                "adapter of one rank and alpha, for instance by scaling B."
+            )
+    for field in sorted(theirs.keys() - {"peft_type", *ours, *_DEFAULTS, *_PATTERNS, *_WITHOUT_EFFECT}):
         if theirs[field] and (field, theirs[field]) != ("bias", "none"):
             raise CheckpointMismatch(f"{field} is {theirs[field]} in the checkpoint; only plain LoRA is loaded.")

@@ -286,3 +286,11 @@ def test_what_cannot_be_right_is_refused_in_a_sentence(tmp_path):
     directory = save(BertConfig(**_SHAPE), tmp_path)
     with pytest.raises(Unsupported, match=r"^tiny cannot be served: BertLMHeadModel is not a causal language model"):
         PeftEngine(EngineOptions(str(directory), "tiny"))
+
+
+def test_layers_with_dropout_of_their_own_are_recomputed_without_it(tmp_path):
+    directory = make_tiny("opt", tmp_path, dropout=0.5)
+    certificate = (
+        PeftEngine(EngineOptions(str(directory), "tiny", activation_checkpointing=True)).describe().certificate
+    )
+    assert certificate.packing is PackingMode.PACKED
