@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,15 @@ from paceline.model_directory import first_line
 from paceline.types import ForwardBackwardSpec, LoraConfig, ModelCertificate
 from paceline.types.training import Array
 from trainer_service.engine import messages
+from trainer_service.engine.certificate.boundaries import Lowering, find_boundaries
 from trainer_service.engine.certificate.stock import (
+    BEYOND,
+    CONTEXT_FIELDS,
+    LENGTHS,
     RANK,
     Probe,
     Stock,
+    Stocks,
     Weights,
     make_probe,
     measure_stock,
@@ -93,6 +99,9 @@ class _Loading:
     _executor: PassExecutor
     _offloader: RunOffloader
     _probe: Probe
+    _probe_beyond: Probe
+    _lowering: Lowering | None
+    """How to lower the lengths from which the model computes something else, where the probe is shorter."""
     _rope = ""
     """Module whose rotary frequencies depend on the longest sequence of a pass."""
     _variant = ""
@@ -100,7 +109,7 @@ class _Loading:
 
     def __init__(self, options: EngineOptions, ranks: Ranks, device: torch.device) -> None:
         self._options, self._ranks, self._device = options, ranks, device
-        self._stock: Stock | None = None
+        self._stocks: Stocks | None = None
         self._seed = 0
         """Seed of the tokens."""
         self._seconds = 0.0
@@ -111,17 +120,17 @@ class _Loading:
         while True:
             self._load(fused=True)
             # Rank 0 has measured this; all ranks compare with its numbers.
-            stock = messages.decode(self._ranks.share(messages.encode(self._stock)), Stock)
+            stocks = messages.decode(self._ranks.share(messages.encode(self._stocks)), Stocks)
             start = time.perf_counter()
             try:
-                verdict = self._certify(stock)
+                verdict = self._certify(stocks)
             except InconclusiveError:
-                self._seed, self._stock = self._seed + 1, None
+                self._seed, self._stocks = self._seed + 1, None
             else:
                 self._seconds += time.perf_counter() - start
-                return self._certified(verdict, stock)
+                return self._certified(verdict, stocks)
 
-    def _certify(self, stock: Stock) -> _Verdict:
+    def _certify(self, stocks: Stocks) -> _Verdict:
         """Switch to the first mode in which the model computes what stock transformers computes.
 
         Raises Unsupported, with a sentence that names a module, if there is none. Unless this is the last probe, raises
@@ -129,11 +138,17 @@ class _Loading:
         """
         name, reason, packing = self._options.model_name, "", ""
         for mode in modes_of(self._model):
-            differences, reason = self._try(mode, stock)
-            if differences is not None and not reason:
-                return _Verdict(mode, differences, "" if mode.is_packed else packing)
+            stock: Stock | None = stocks.within
+            within, reason = self._try(mode, stocks.within)
+            differences = within
+            if not reason and self._lowering is not None:
+                stock = stocks.beyond
+                differences, reason = self._try_beyond(mode, stocks, self._lowering)
+            if within is not None and not reason:
+                return _Verdict(mode, within, "" if mode.is_packed else packing)
             _log.info("%s cannot run in mode %s: %s (%s).", name, mode, reason, differences or "no results")
-            if differences is not None and differences.only_few_differ(stock) and self._seed < _PROBES - 1:
+            may_be_chance = differences is not None and stock is not None and differences.only_few_differ(stock)
+            if may_be_chance and self._seed < _PROBES - 1:
                 raise InconclusiveError
             if mode.is_packed:
                 packing = f"{reason}."
@@ -152,13 +167,33 @@ class _Loading:
             return None, self._explain(mode, error)
         return differences, "" if differences.within(stock) else self._explain(mode, None)
 
-    def _certified(self, verdict: _Verdict, stock: Stock) -> CertifiedBase:
-        mode, differences = verdict.mode, verdict.differences
+    def _try_beyond(self, mode: PassMode, stocks: Stocks, lowering: Lowering) -> tuple[_Differences | None, str]:
+        """Try a mode beyond the model's boundaries. What cannot be checked is not packed."""
+        if stocks.beyond is None:
+            if mode.is_packed:
+                return None, f"what begins beyond {lowering.names} cannot be checked: {stocks.unchecked}"
+            return None, ""
+        with self._beyond(lowering, self._model):
+            differences, reason = self._try(mode, stocks.beyond)
+        return differences, f"{reason} (for sequences beyond {lowering.names})" if reason else ""
+
+    @contextmanager
+    def _beyond(self, lowering: Lowering, model: PreTrainedModel) -> Iterator[None]:
+        """Lower the model's boundaries and take the probe for that, until the block ends."""
+        within, self._probe = self._probe, self._probe_beyond
+        try:
+            with lowering.applied(model):
+                yield
+        finally:
+            self._probe = within
+
+    def _certified(self, verdict: _Verdict, stocks: Stocks) -> CertifiedBase:
+        mode, differences, stock = verdict.mode, verdict.differences, stocks.within
         certificate = ModelCertificate(
             packing=mode.packing,
             attention=mode.attention,
             reason=verdict.reason,
-            tokens=sum(len(own) for run in stock.logprobs.values() for own in run),
+            tokens=stocks.tokens,
             logprob_difference=differences.logprob,
             logprob_bound=stock.logprob_bound,
             gradient_difference=differences.gradient,
@@ -286,10 +321,14 @@ class _Loading:
 
     def _examine(self, model: PreTrainedModel) -> None:
         start = time.perf_counter()
-        self._probe, self._rope = make_probe(model.config, self._seed), length_dependent_rope(model)
-        if self._ranks.leads and self._stock is None:
+        self._probe = make_probe(model.config, self._seed, LENGTHS)
+        self._probe_beyond = make_probe(model.config, self._seed, BEYOND)
+        self._rope = length_dependent_rope(model)
+        longest = max(len(datum.model_input) for data in self._probe.values() for datum in data)
+        self._lowering = find_boundaries(model, longest, CONTEXT_FIELDS)
+        if self._ranks.leads and self._stocks is None:
             try:
-                self._stock = self._measure(model)
+                self._stocks = self._measure(model)
             except OutOfMemory:
                 raise
             except Exception as error:
@@ -298,16 +337,26 @@ class _Loading:
                 ) from error
         self._seconds += time.perf_counter() - start
 
-    def _measure(self, model: PreTrainedModel) -> Stock:
+    def _measure(self, model: PreTrainedModel) -> Stocks:
+        within = self._measure_probe(model)
+        if not adaptable_modules(model):
+            raise Unsupported(f"{type(model).__name__} has no linear layer that can have an adapter.")
+        if self._lowering is None:
+            return Stocks(within)
+        try:
+            with self._beyond(self._lowering, model):
+                return Stocks(within, self._measure_probe(model, within))
+        except OutOfMemory:
+            raise
+        except Exception as error:
+            return Stocks(within, unchecked=why_failed(error, model))
+
+    def _measure_probe(self, model: PreTrainedModel, known: Stock | None = None) -> Stock:
         modules, head = adaptable_modules(model), output_head(model)
         without_head = [name for name in modules if model.get_submodule(name) is not head]
         # One run trains the head and one does not: the engine computes a frozen head in another way.
-        stock = measure_stock(
-            model, dict(zip(self._probe, (modules, without_head or modules), strict=True)), self._probe
-        )
-        if not modules:
-            raise Unsupported(f"{type(model).__name__} has no linear layer that can have an adapter.")
-        return stock
+        targets = dict(zip(self._probe, (modules, without_head or modules), strict=True))
+        return measure_stock(model, targets, self._probe, known)
 
     def _make_run(self, run_id: str, weights: Weights) -> LoraRun:
         modules = tuple(

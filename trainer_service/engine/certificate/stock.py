@@ -26,6 +26,10 @@ LENGTHS = {"certificate-1": (72, 16), "certificate-2": (31, 7)}
 """Run -> tokens in each of its sequences. Few, because each costs time at every start; short and long, because short
 ones fill no block and long ones exceed the windows of small models."""
 
+BEYOND = {"certificate-1": (40, 12), "certificate-2": (20,)}
+"""The same for the check beyond a model's boundaries, once these are lowered to `boundaries.LOWERED` tokens. Most
+tokens must be beyond, because a few that differ are taken for chance."""
+
 Probe = dict[str, list[Datum]]
 """Run -> its sequences."""
 
@@ -41,11 +45,14 @@ _ROUNDINGS = {torch.float32: 8.0}
 of a float32 model are rounded at every step, those of other models once, at the end."""
 _SLACK = 2.0
 """Two ways to compute the same thing may differ by this many times the measured rounding."""
+_OTHER_SLACK = 4.0
+"""Bounds for one probe hold for another with this factor; a wrong mask changes results by far more."""
 _SUMS = 64.0
 """float32 roundings that are always allowed: rounding within sums, whose order differs, is not measured."""
 
 _UNLIMITED = 1 << 20
-_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+"""Fields of configurations that are the length of the longest sequence."""
 
 Weights = dict[str, Array]
 """An adapter's weights or their gradients, float32, by their names in adapter_model.safetensors."""
@@ -68,6 +75,23 @@ class Stock:
 
 
 @dataclass(frozen=True, slots=True)
+class Stocks:
+    """What stock transformers computes within a model's boundaries, and beyond them."""
+
+    within: Stock
+    beyond: Stock | None = None
+    """None if the probe lies beyond all boundaries already, or if `unchecked`."""
+    unchecked: str = ""
+    """Why stock transformers computes nothing beyond the boundaries once they are lowered."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens compared."""
+        found = [self.within] if self.beyond is None else [self.within, self.beyond]
+        return sum(len(own) for stock in found for run in stock.logprobs.values() for own in run)
+
+
+@dataclass(frozen=True, slots=True)
 class _Sequence:
     """Results of one sequence."""
 
@@ -76,18 +100,20 @@ class _Sequence:
     """Gradients of A and B, module by module."""
 
 
-def make_probe(config: PretrainedConfig, seed: int) -> Probe:
-    """Draw sequences that a model of `config` accepts, without its special tokens."""
+def make_probe(config: PretrainedConfig, seed: int, sequences: Mapping[str, Sequence[int]]) -> Probe:
+    """Draw sequences of these lengths that a model of `config` accepts, without its special tokens."""
     generator, text = np.random.default_rng(seed), config.get_text_config(decoder=True)
     usual = np.setdiff1d(np.arange(text.vocab_size), sorted(_special(config) | _special(text)))
     longest = context_length(config)
-    return {run: [_draw_datum(generator, min(n, longest), usual) for n in lengths] for run, lengths in LENGTHS.items()}
+    return {
+        run: [_draw_datum(generator, min(n, longest), usual) for n in lengths] for run, lengths in sequences.items()
+    }
 
 
 def context_length(config: PretrainedConfig) -> int:
     """Return the length of the longest sequence in tokens; 2^20 for models without a limit."""
     text = config.get_text_config(decoder=True)
-    limits = (getattr(text, field, None) for field in _CONTEXT_FIELDS)
+    limits = (getattr(text, field, None) for field in CONTEXT_FIELDS)
     return next((limit for limit in limits if isinstance(limit, int) and limit > 0), _UNLIMITED)
 
 
@@ -104,12 +130,15 @@ def _special(config: Any) -> set[int]:
     return {one for one in flat if isinstance(one, int)}
 
 
-def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], probe: Probe) -> Stock:
+def measure_stock(
+    model: PreTrainedModel, targets: Mapping[str, Sequence[str]], probe: Probe, known: Stock | None = None
+) -> Stock:
     """Compute a probe with a model as transformers built it, with each run's adapter on the modules in `targets`.
 
     The bounds come from Monte Carlo arithmetic (Parker, 1997): every module's output is perturbed at random by as much
-    as rounding in its dtype may change it, and the change in the results shows the effect of rounding. Raises
-    Unsupported for models whose tokens see later ones, or whose numbers are not finite.
+    as rounding in its dtype may change it, and the change in the results shows the effect of rounding. If `known` is
+    given, that is not measured again: its bounds hold, with more slack. Raises Unsupported for models whose tokens see
+    later ones, or whose numbers are not finite.
     """
     adapters = {run: _draw_adapter(model, targets[run], seed) for seed, run in enumerate(probe)}
     results: dict[str, list[_Sequence]] = {}
@@ -118,19 +147,18 @@ def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], 
     for run, data in probe.items():
         with _adapted(model, adapters[run]) as factors:
             results[run] = [_compute(model, datum, factors) for datum in data]
-            few = [place for place in _ROUNDED if place < len(data)]
+            few = [place for place in _ROUNDED if place < len(data) and known is None]
             exact += [results[run][place] for place in few]
-            with _perturbed_outputs(model):
-                perturbed += [_compute(model, data[place], factors) for place in few]
+            if few:
+                with _perturbed_outputs(model):
+                    perturbed += [_compute(model, data[place], factors) for place in few]
     logprobs = {run: [own.logprobs for own in sequences] for run, sequences in results.items()}
     if not all(np.isfinite(own).all() for run in logprobs.values() for own in run):
         raise Unsupported(f"{type(model).__name__} gives log-probabilities that are not finite.")
-    least = torch.finfo(model.dtype).eps + _SUMS * torch.finfo(torch.float32).eps
-    size = rms(*(own for run in logprobs.values() for own in run))
-    logprob_error = rms(*(a.logprobs - b.logprobs for a, b in zip(exact, perturbed, strict=True)))
-    gradient_error = relative_difference(
-        [g for a in exact for g in a.gradients], [g for b in perturbed for g in b.gradients]
-    )
+    if known is None:
+        bounds = _bounds(model, results, exact, perturbed)
+    else:
+        bounds = _OTHER_SLACK * known.logprob_bound, _OTHER_SLACK * known.gradient_bound
     stock = Stock(
         adapters,
         logprobs,
@@ -138,11 +166,26 @@ def measure_stock(model: PreTrainedModel, targets: Mapping[str, Sequence[str]], 
             run: dict(zip(adapters[run], _sums([own.gradients for own in sequences]), strict=True))
             for run, sequences in results.items()
         },
-        _SLACK * logprob_error + least * size,
-        _SLACK * gradient_error + least,
+        *bounds,
     )
     _check_causal(model, probe, stock)
     return stock
+
+
+def _bounds(
+    model: PreTrainedModel,
+    results: Mapping[str, Sequence[_Sequence]],
+    exact: Sequence[_Sequence],
+    perturbed: Sequence[_Sequence],
+) -> tuple[float, float]:
+    """Return the bounds on differences of log-probabilities and gradients that rounding explains."""
+    least = torch.finfo(model.dtype).eps + _SUMS * torch.finfo(torch.float32).eps
+    size = rms(*(own.logprobs for sequences in results.values() for own in sequences))
+    logprob_error = rms(*(a.logprobs - b.logprobs for a, b in zip(exact, perturbed, strict=True)))
+    gradient_error = relative_difference(
+        [g for a in exact for g in a.gradients], [g for b in perturbed for g in b.gradients]
+    )
+    return _SLACK * logprob_error + least * size, _SLACK * gradient_error + least
 
 
 def rms(*arrays: Array) -> float:
@@ -250,4 +293,7 @@ def _check_causal(model: PreTrainedModel, probe: Probe, stock: Stock) -> None:
     with _adapted(model, stock.adapters[run]):
         part = _logprobs(model, probe[run][place], length).cpu().numpy()
     if rms(part - whole[:length]) > stock.logprob_bound:
-        raise Unsupported(f"{type(model).__name__} is not a causal language model.")
+        text = model.config.get_text_config(decoder=True).to_dict()
+        empty = [name for name, value in text.items() if "window" in name and type(value) is int and value <= 0]
+        hint = f": {empty[0]} is {text[empty[0]]} in config.json; set null for no window" if empty else ""
+        raise Unsupported(f"{type(model).__name__} is not a causal language model{hint}.")

@@ -52,24 +52,23 @@ def _fused(module: nn.Module, model: PreTrainedModel, work: ElementWork) -> nn.M
     if kind.endswith("MLP") and config.hidden_act == "silu":
         return FusedSwiglu(module, work)
     if kind.endswith("Attention"):
-        one_for_all = config.model_type == "mistral"
-        window = config.sliding_window if one_for_all else getattr(module, "sliding_window", None)
-        return FusedAttention(module, window, work)
+        return FusedAttention(module, work)
     return None
 
 
 class FusedAttention(nn.Module):
     """Projections, rotary embedding and attention within segments, with the modules of the layer that it replaces.
 
-    `window` is the layer's sliding window in positions; None if it has none.
+    The layer's sliding window, in positions, is its own or, in Mistral, that of the configuration.
     """
 
-    def __init__(self, layer: Any, window: int | None, work: ElementWork) -> None:
+    def __init__(self, layer: Any, work: ElementWork) -> None:
         super().__init__()
         self._work = work
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj
         self.q_norm, self.k_norm = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
-        self.head_dim, self.scaling, self.window = layer.head_dim, layer.scaling, window
+        self.head_dim, self.scaling = layer.head_dim, layer.scaling
+        self.config, self.sliding_window = layer.config, getattr(layer, "sliding_window", None)
 
     def forward(
         self,
@@ -97,7 +96,7 @@ class FusedAttention(nn.Module):
             None,
             segment_lengths=segment_lengths,
             scaling=self.scaling,
-            sliding_window=self.window,
+            sliding_window=self.config.sliding_window if self.config.model_type == "mistral" else self.sliding_window,
         )
         return self.o_proj(attended.reshape(*hidden_states.shape[:2], -1)), None
 

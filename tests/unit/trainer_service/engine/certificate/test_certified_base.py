@@ -191,9 +191,10 @@ def draws(monkeypatch):
     """Return the seeds of the tokens drawn so far, in order."""
     drawn: list[int] = []
 
-    def make_probe(config, seed):
-        drawn.append(seed)
-        return stock.make_probe(config, seed)
+    def make_probe(config, seed, sequences):
+        if sequences is stock.LENGTHS:
+            drawn.append(seed)
+        return stock.make_probe(config, seed, sequences)
 
     monkeypatch.setattr(certified_base, "make_probe", make_probe)
     return drawn

@@ -95,7 +95,7 @@ def test_sliding_windows_are_kept(tmp_path, generator):
         for name in (PACKED_ATTENTION, "eager")
     )
     fuse_layers(fused, ElementWork())
-    assert [layer.self_attn.window for layer in fused.model.layers] == [4, None]
+    assert [layer.self_attn.sliding_window for layer in fused.model.layers] == [4, None]
     parts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in (3, 19, 12)]
     expected = torch.cat([stock(input_ids=part[None]).logits[0] for part in parts])
     torch.testing.assert_close(packed_logits(fused, parts), expected, rtol=1e-4, atol=1e-4)
