@@ -210,7 +210,7 @@ class SamplerService:
             Room(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
             Room(settings.max_waiting_tokens, settings.max_tokens_per_tenant, "max_tokens_per_tenant"),
         )
-        queue = TenantQueue(_AHEAD * settings.max_num_seqs)
+        queue = TenantQueue(_AHEAD * settings.max_num_seqs, first_at_once=True)
         self._metrics.completions_waiting.set_function(lambda: queue.waiting)
         most = settings.max_loaded_versions
         sampler = Sampler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import errno
 import gc
 import os
 import resource
@@ -29,6 +30,17 @@ from paceline.secret_files import read_pem
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
+
+_REMEDIES = {
+    errno.EROFS: "mount it so that it can be written to",
+    errno.EACCES: "let the service's user read and write it",
+    errno.EPERM: "let the service's user read and write it",
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in the quota",
+    errno.EEXIST: "a folder is needed: choose another path",
+    errno.ENOTDIR: "a folder is needed: choose another path",
+}
+"""What to do about an error of a file or a folder that a service needs to start."""
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 _MOST_OPEN_FILES = 65_536
 
@@ -139,6 +151,10 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
             await server.stop(settings.drain_seconds)
     except PacelineError as error:
         raise SystemExit(str(error)) from error  # The error's sentence is the last line that the process prints.
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise SystemExit(sentence_of(error)) from error
     finally:
         for task in (starting, *ends):
             task.cancel()
@@ -148,6 +164,11 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     if readiness.failure:
         _log.error("failed", reason=readiness.failure)
         raise SystemExit(1)
+
+
+def sentence_of(error: OSError) -> str:
+    """Say which file or folder cannot be used, why, and what to do."""
+    return f"{error.filename}: {error.strerror}; {_REMEDIES.get(error.errno or 0, 'choose another path, or mend it')}"
 
 
 def _allow_open_files() -> None:

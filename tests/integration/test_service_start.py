@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -10,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from paceline.errors import Unsupported
 from paceline.rpc.server import serve
 from paceline.settings import ServiceSettings
+from trainer_service.service import TrainerService
+from trainer_service.settings import TrainerSettings
 
 SENTENCE = "tiny cannot be served: model.layers.0.mixer (Mixer) gives different results."
 
@@ -24,8 +27,11 @@ class Refusing:
     def interceptors(self):
         return ()
 
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     async def start(self, _readiness) -> None:
-        raise Unsupported(SENTENCE)
+        raise self._error
 
     def register(self, server) -> None:
         """Register no servicer."""
@@ -37,12 +43,43 @@ class Refusing:
         self.stopped = True
 
 
-async def test_a_service_that_cannot_start_ends_with_the_sentence_of_its_error():
-    service, before = Refusing(), os.umask(0o077)
+async def ended(service, settings) -> object:
+    """Start a service that cannot start, and return what its process prints last."""
+    before = os.umask(0o077)
     try:
-        with pytest.raises(SystemExit) as ended:
-            await serve(service, ServiceSettings(), CollectorRegistry())
+        with pytest.raises(SystemExit) as end:
+            await serve(service, settings, CollectorRegistry())
     finally:
         os.umask(before)
-    assert ended.value.code == SENTENCE
+    return end.value.code
+
+
+async def test_a_service_that_cannot_start_ends_with_the_sentence_of_its_error():
+    service = Refusing(Unsupported(SENTENCE))
+    assert await ended(service, ServiceSettings()) == SENTENCE
     assert service.stopped
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EROFS, "Read-only file system; mount it so that it can be written to"),
+        (errno.ENOSPC, "No space left on device; make room on the disk"),
+        (errno.EACCES, "Permission denied; let the service's user read and write it"),
+        (errno.ENOENT, "No such file or directory; choose another path, or mend it"),
+    ],
+)
+async def test_a_disk_that_a_service_cannot_use_is_named_with_what_to_do(number, remedy):
+    service = Refusing(OSError(number, os.strerror(number), "/volume/.lock"))
+    assert await ended(service, ServiceSettings()) == f"/volume/.lock: {remedy}"
+    assert service.stopped
+
+
+async def test_a_volume_that_is_a_file_ends_the_trainer_with_a_sentence(tmp_path):
+    (tmp_path / "volume").touch()
+    settings = TrainerSettings(
+        model="none", insecure=True, checkpoint_dir=tmp_path / "volume", staging_dir=tmp_path / "staging"
+    )
+    service = TrainerService(settings, CollectorRegistry())
+    sentence = f"{tmp_path}/volume: File exists; a folder is needed: choose another path"
+    assert await ended(service, settings) == sentence

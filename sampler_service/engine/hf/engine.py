@@ -172,14 +172,23 @@ class HfEngine:
             ticket.deltas.close()
 
     def _admit(self) -> list[Job]:
-        """Admit waiting requests in order while their completions fit; into an empty batch any request fits."""
+        """Admit waiting requests in order while their completions fit.
+
+        A tenant's request always fits if none of its own runs: it takes part in the next step, whatever others run.
+        """
         count = sum(len(ticket.open) for ticket in self._running.values())
+        running = {job.request.tenant for job in self._running}
         admitted: list[Job] = []
-        while self._waiting and (not count or count + len(self._waiting[0].open) <= self._options.max_num_seqs):
-            ticket = self._waiting.pop(0)
-            count += len(ticket.open)
-            self._running[ticket.job] = ticket
-            admitted.append(ticket.job)
+        is_full = False
+        for ticket in list(self._waiting):
+            tenant = ticket.job.request.tenant
+            is_full = is_full or count + len(ticket.open) > self._options.max_num_seqs
+            if tenant not in running or not is_full:
+                self._waiting.remove(ticket)
+                running.add(tenant)
+                count += len(ticket.open)
+                self._running[ticket.job] = ticket
+                admitted.append(ticket.job)
         return admitted
 
     async def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:

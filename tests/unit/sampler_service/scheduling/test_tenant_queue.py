@@ -53,8 +53,8 @@ async def settled() -> None:
 
 
 @asynccontextmanager
-async def requests(places: int) -> AsyncIterator[Requests]:
-    sent = Requests(TenantQueue(places))
+async def requests(places: int, *, first_at_once: bool = False) -> AsyncIterator[Requests]:
+    sent = Requests(TenantQueue(places, first_at_once=first_at_once))
     yield sent
     for task in sent.tasks.values():
         task.cancel()
@@ -119,7 +119,7 @@ async def test_one_that_leaves_when_its_turn_comes_gives_it_to_the_next():
     async with requests(1) as sent:
         for name in (f"{A}0", f"{A}1", f"{A}2"):
             await sent.send(name)
-        sent.queue.release(0)
+        sent._held[f"{A}0"].ended(0)
         sent._ends[f"{A}0"].set()
         await asyncio.sleep(0)  # the place belongs to A1, which has not woken up
         await sent.cancel(f"{A}1")
@@ -163,3 +163,31 @@ async def test_a_tenant_that_was_away_has_saved_nothing_up():
             await sent.end(sent.begun[-1])
         last = [name[0] for name in sent.begun[-4:]]
         assert sorted(last) == [A[0], A[0], B[0], B[0]]
+
+
+async def test_a_tenant_that_has_nothing_in_the_engine_waits_for_no_others_many():
+    async with requests(2, first_at_once=True) as sent:
+        for number in range(4):
+            await sent.send(f"{A}{number}", 256)
+        assert sent.begun == [f"{A}0"]
+        for number in range(3):
+            await sent.send(f"{B}{number}")
+        assert sent.begun == [f"{A}0", f"{B}0"], "the second has to wait for its turn"
+        for number in range(3):
+            await sent.end(f"{B}{number}")
+        assert sent.begun == [f"{A}0", f"{B}0", f"{B}1", f"{B}2"]
+        await sent.end(f"{A}0")
+        assert sent.begun[4:] == [f"{A}1"]
+
+
+async def test_one_that_is_first_and_leaves_lets_the_next_of_its_tenant_in():
+    async with requests(1, first_at_once=True) as sent:
+        for name in (f"{A}0", f"{B}0", f"{B}1", f"{B}2", f"{A}1"):
+            await sent.send(name)
+        assert sent.begun == [f"{A}0", f"{B}0"]
+        await sent.cancel(f"{B}1")
+        await sent.cancel(f"{B}0")
+        assert sent.begun == [f"{A}0", f"{B}0", f"{B}2"]
+        await sent.end(f"{B}2")
+        await sent.end(f"{A}0")
+        assert sent.begun[3:] == [f"{A}1"]
