@@ -249,9 +249,9 @@ def _check_range(value: float, field: str, low: float, high: float, *, low_open:
     if isinstance(value, float) and not math.isfinite(value):  # a whole number may be too large for a float
         raise errors.NonFinite("must be a finite number", field=field)
     if not low <= value <= high or (low_open and value == low):
-        raise errors.OutOfRange(
-            f"is {value}; it must be {'above' if low_open else 'from'} {low} to {high}", field=field
-        )
+        facts = {"value": str(value), "minimum": str(low), "maximum": str(high)}
+        message = f"is {value}; it must be {'above' if low_open else 'from'} {low} to {high}"
+        raise errors.OutOfRange(message, field=field, metadata=facts)
 
 
 def _check_format(given: dict[str, Any]) -> None:

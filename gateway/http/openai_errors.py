@@ -92,10 +92,6 @@ def openai_body(error: PacelineError) -> dict[str, Any]:
 def _range_code(error: errors.OutOfRange) -> str:
     """Return OpenAI's code for a value out of range, by its facts; empty if they are not given."""
     facts = error.metadata
-    if "length" in facts:
-        what = facts.get("of", "string")
-        is_above = int(facts["length"]) > int(facts["maximum"])
-        return f"{what}_above_max_length" if is_above else f"{what}_below_min_length"
     if "value" not in facts:
         return ""
     what = "decimal" if "." in facts["maximum"] else "integer"

@@ -60,3 +60,17 @@ def test_only_calls_of_openais_api_answer_in_its_way(path, is_one):
     assert is_openai(path) == is_one
     code = json.loads(problem(errors.RunNotFound("x"), path).body)["error"]["code"]
     assert code == ("model_not_found" if is_one else "RUN_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("facts", "code"),
+    [
+        ({"value": "1000", "minimum": "0", "maximum": "20"}, "integer_above_max_value"),
+        ({"value": "-1", "minimum": "0", "maximum": "20"}, "integer_below_min_value"),
+        ({"value": "3", "minimum": "0.0", "maximum": "2.0"}, "decimal_above_max_value"),
+        ({"value": "-0.5", "minimum": "0.0", "maximum": "2.0"}, "decimal_below_min_value"),
+        ({}, "invalid_value"),
+    ],
+)
+def test_a_number_out_of_range_is_told_by_its_kind_and_side(facts, code):
+    assert openai_error(errors.OutOfRange("x", metadata=facts)).code == code
