@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline import errors
+from paceline.bodies import check_parts, depth_of
 
 _ALWAYS_WITH_CONTENT = ("user", "system", "developer")
 """Roles whose messages have a text; the others may have tool calls instead."""
@@ -27,8 +28,9 @@ def read_object(content: bytes) -> dict[str, Any]:
 
 
 def read_chat_body(content: bytes) -> dict[str, Any]:
-    """Parse a body whose strings go to a tokenizer. Raises UnreadableMessage, InvalidArgument."""
-    if _depth(content) > _MAX_DEPTH:
+    """Parse a body whose strings go to a tokenizer. Raises UnreadableMessage, InvalidArgument, OutOfRange."""
+    check_parts(content)
+    if depth_of(content) > _MAX_DEPTH:
         raise errors.InvalidArgument(f"is nested deeper than {_MAX_DEPTH}", field="body")
     body = read_object(content)
     if b"\\ud" in content.lower() and not _is_unicode(body):
@@ -71,18 +73,6 @@ def _is_unicode(body: dict[str, Any]) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _depth(content: bytes) -> int:
-    """Return the largest number of brackets open at once, those in strings included."""
-    depth = deepest = 0
-    for byte in content:
-        if byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
-    return deepest
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -31,7 +31,8 @@ CALLS = BytesQuota("call_bytes", "max_bytes_in_flight_per_tenant")
 class WaitingBytes:
     """Counts the bytes of messages from arrival to answer.
 
-    Memory use is two to three times as high: gRPC keeps the bytes of a call beside the message parsed from them.
+    Memory use is three to four times as high: gRPC keeps the bytes of a call beside the message parsed from them, and
+    the trainer the arrays decoded from that.
     """
 
     def __init__(self, limit: int = 0, tenant_limit: int = 0, quota: BytesQuota = COMMANDS) -> None:

@@ -14,6 +14,7 @@ from uuid import uuid4
 import numpy as np
 
 from paceline import errors
+from paceline.bodies import decoded
 from paceline.types import ModelRef, Quota, SampledSequence, SampleResult, ServedModel, StopReason, StreamedTokens
 from paceline.types.training import Array
 from sampler_service.engine.coalescer import concatenated
@@ -120,7 +121,7 @@ class Sampler:
     ) -> AsyncGenerator[tuple[ServedModel, bytes]]:
         """Yield the response to a call of OpenAI's API, whole or event by event, with the model that it comes from."""
         check_ref(ref, self._limits.model)
-        body = read_body(content, endpoint, self._limits)
+        body = await decoded(len(content), read_body, content, endpoint, self._limits)
         self._check_agreement(ref, tenant)
         async with self._registry.lease(ref, tenant) as lease:
 

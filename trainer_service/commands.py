@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,13 +17,22 @@ from google.protobuf.message import Message
 
 from paceline import codec, errors, layout, weights
 from paceline.base_weights import check_same_base
+from paceline.bodies import decoded
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.rpc.bounds import check_message
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Checkpoint, CheckpointKind, Datum, ForwardBackwardSpec, LoraConfig, RunState
+from paceline.types import (
+    Checkpoint,
+    CheckpointKind,
+    Datum,
+    ForwardBackwardOutput,
+    ForwardBackwardSpec,
+    LoraConfig,
+    RunState,
+)
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.client import EngineProcess
@@ -72,14 +81,14 @@ class CommandExecutor:
             "PublishWeights": self._publish_weights,
         }
 
-    def check(self, run: RunRecord, command: Command) -> Command:
-        """Check a command on arrival, as far as the command and the room in the journal allow.
+    async def check(self, run: RunRecord, command: Command) -> Command:
+        """Decode and check a command on arrival, as far as the command and the room in the journal allow.
 
-        An invalid command is returned without its content, which is no longer needed. It keeps its place in the run's
-        order and answers with the reason for its refusal at its turn.
+        A valid command is returned with its content, an invalid one without its request, which is no longer needed. It
+        keeps its place in the run's order and answers with the reason for its refusal at its turn.
         """
         try:
-            self._decode(command)
+            command = replace(command, content=await decoded(command.size, self._decode, command))
             if command.method == "ForwardBackward":
                 self._guard.check_quota(run.tenant, command.size)
         except errors.Unavailable:
@@ -94,7 +103,10 @@ class CommandExecutor:
             raise command.refusal
         if run.state is RunState.LOST and command.method != "LoadCheckpoint":
             raise run.lost_error((await self._checkpoints.newest_states.find_if_readable(run.run_id)).path)
-        return await self._methods[command.method](run, command, self._decode(command), progress)
+        content = command.content
+        if content is None:
+            content = await decoded(command.size, self._decode, command)
+        return await self._methods[command.method](run, command, content, progress)
 
     def _decode(self, command: Command) -> Any:
         """Check a request and return it; for a ForwardBackward, its batch, and its spec with the loss's defaults."""
@@ -107,13 +119,12 @@ class CommandExecutor:
         return data, validation.check_batch(data, spec, self._engine.describe(), self._settings.max_datums)
 
     async def _forward_backward(
-        self, run: RunRecord, _: Command, batch: tuple[list[Datum], ForwardBackwardSpec], __: CommandProgress
+        self, run: RunRecord, command: Command, batch: tuple[list[Datum], ForwardBackwardSpec], __: CommandProgress
     ) -> Message:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         data, spec = batch
         output = await self._engine.forward_backward(run.run_id, data, spec)
-        outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
-        return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
+        return await decoded(command.size, _reply_of, output)
 
     async def _optim_step(
         self, run: RunRecord, _: Command, request: pb.OptimStepRequest, __: CommandProgress
@@ -276,6 +287,11 @@ class CommandExecutor:
             if run.next_version == number:
                 self._publisher.skip_version(run)
             raise
+
+
+def _reply_of(output: ForwardBackwardOutput) -> pb.ForwardBackwardResponse:
+    outputs = [codec.output_to_proto(datum) for datum in output.loss_fn_outputs]
+    return pb.ForwardBackwardResponse(outputs=outputs, metrics=output.metrics)
 
 
 @dataclass(frozen=True, slots=True)

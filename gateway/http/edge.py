@@ -48,6 +48,8 @@ from paceline.waiting_bytes import WaitingBytes
 _OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz")
 _EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "Version", "Checkpoint", "Sha256"))]
 """Headers of responses that web pages may read."""
+_BINARY = (f"{TINKER}/forward_backward", f"{TINKER}/telemetry")
+"""Paths whose bodies are protobuf, with bounds of its own, or not read."""
 _IDLE_SECONDS = 75
 """How long a connection may be idle after a response."""
 _HEAD_SECONDS = 20.0
@@ -94,7 +96,9 @@ class HttpEdge:
         )
         share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
         signed = {downloads.PREFIX: self._tinker.downloads.identify}
-        guarded = AccessMiddleware(app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed)
+        guarded = AccessMiddleware(
+            app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed, _BINARY
+        )
         outermost = with_origins(guarded, settings.http_origins)
         self._server = _Server(_config(settings, outermost), settings.http_max_connections)
         self._serving: asyncio.Task[None] | None = None

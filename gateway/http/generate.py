@@ -13,6 +13,7 @@ from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.openai import OpenAiApi
 from paceline import errors
+from paceline.bodies import decoded
 from paceline.chat import read_object
 
 _PREFIX = "token_id:"
@@ -48,7 +49,8 @@ class GenerateApi:
         return router
 
     async def _generate(self, request: Request, weights: str) -> Response:
-        given = read_object(await request.body())
+        content = await request.body()
+        given = await decoded(len(content), read_object, content)
         name = weights or given.get("model")
         if not isinstance(name, str) or not name:
             raise errors.MissingField("is not set; call /weights/<model>/generate", field="model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from time import perf_counter
@@ -19,6 +19,7 @@ from structlog.contextvars import bound_contextvars
 from gateway.admission import Authenticator, bearer_token
 from gateway.http.problems import problem
 from paceline import errors
+from paceline.bodies import JsonParts
 from paceline.log import get_logger
 from paceline.rpc.identity import REQUEST_ID_KEY, Identity
 from paceline.rpc.interceptors import request_id_of
@@ -48,10 +49,11 @@ class AccessMiddleware:
         open_paths: Sequence[str],
         max_requests_per_tenant: float = math.inf,
         signed: Mapping[str, Callable[[str], Identity]] = MappingProxyType({}),
+        binary_paths: Collection[str] = (),
     ) -> None:
         """`open_paths` need no key. Paths below a key of `signed` are credentials themselves: its function reads them.
 
-        It returns the caller, or raises the refusal.
+        It returns the caller, or raises the refusal. The bodies of `binary_paths` are not JSON.
         """
         self._app = app
         self._authenticators = authenticators
@@ -62,6 +64,7 @@ class AccessMiddleware:
         """Unanswered requests by tenant."""
         self._open = frozenset(open_paths)
         self._signed = signed
+        self._binary = frozenset(binary_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,13 +73,13 @@ class AccessMiddleware:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         start, answer = perf_counter(), _Answer(send)
         with bound_contextvars(request_id=request_id_of(headers.get(REQUEST_ID_KEY, ""))):
-            tenant = ""
+            tenant, parts = "", None if scope["path"] in self._binary else JsonParts()
             try:
                 identity = scope.setdefault("state", {})["identity"] = self._admit(scope["path"], headers)
                 tenant = identity.tenant if identity else ""
                 with (
                     self._unanswered(tenant),
-                    _Body(receive, tenant, self._waiting_bytes, self._max_body_bytes) as body,
+                    _Body(receive, tenant, self._waiting_bytes, self._max_body_bytes, parts) as body,
                 ):
                     await self._app(scope, body, answer)
             except errors.PacelineError as error:
@@ -177,13 +180,19 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class _Body:
-    """Receives a request's body: enforces its size and deadline, and counts its bytes as its tenant's."""
+    """Receives a request's body: enforces its size and deadline, and counts its bytes as its tenant's.
 
-    def __init__(self, receive: Receive, tenant: str, waiting_bytes: WaitingBytes, max_bytes: int) -> None:
+    The parts of JSON are counted as they arrive, before anything parses them.
+    """
+
+    def __init__(
+        self, receive: Receive, tenant: str, waiting_bytes: WaitingBytes, max_bytes: int, parts: JsonParts | None
+    ) -> None:
         self._receive = receive
         self._tenant = tenant
         self._waiting_bytes = waiting_bytes
         self._max_bytes = max_bytes
+        self._parts = parts
         self._received = 0
         self._is_whole = False
         self._deadline = asyncio.get_running_loop().time() + _BODY_SECONDS
@@ -209,6 +218,8 @@ class _Body:
             self._waiting_bytes.check(self._tenant, size)
             self._waiting_bytes.add(self._tenant, size)
             self._received += size
+            if self._parts is not None:
+                self._parts.add(message.get("body", b""))
             self._is_whole = not message.get("more_body", False)
         return message
 

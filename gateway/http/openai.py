@@ -16,6 +16,7 @@ from gateway.http.openai_errors import openai_body
 from gateway.http.services import Services
 from gateway.http.streaming import StreamedResponse
 from paceline import codec, errors
+from paceline.bodies import decoded
 from paceline.chat import read_object
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
@@ -76,11 +77,11 @@ class OpenAiApi:
         with _field_as_sent():
             async with self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS) as parts:
                 first, headers = await _first(parts)
-                return json.loads(first.data), headers
+                return await decoded(len(first.data), json.loads, first.data), headers
 
     async def _complete(self, request: Request, endpoint: pb.TextEndpoint.ValueType) -> Response:
         content = await request.body()
-        body, tenant = read_object(content), tenant_of(request)
+        body, tenant = await decoded(len(content), read_object, content), tenant_of(request)
         name, streams = request.path_params.get("weights") or body.get("model"), body.get("stream")
         if name is None and endpoint == pb.TEXT_ENDPOINT_CHAT_COMPLETIONS:
             name, body = await self.without_model(tenant, body)

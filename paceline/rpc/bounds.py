@@ -34,6 +34,8 @@ _NUMBER_BYTES, _HEAD_BYTES = 10, 8
 """Bytes of the longest number on the wire, and of the longest tag with a length."""
 
 _FOREIGN = pb.Bounds(max_bytes=4096, max_items=64, min=-(2.0**63), max=2.0**63)
+_CONVERTED = pb.Bounds(max_items=_MAX_PARTS)
+"""Bounds of Tinker's messages, whose values are checked once they are converted to requests of Paceline."""
 
 _Check = Callable[[Any], None]
 
@@ -90,6 +92,8 @@ def bounds_of(field: FieldDescriptor) -> pb.Bounds:
     message = cast("Descriptor", field.containing_type)
     if not message.full_name.startswith("paceline."):
         return _FOREIGN
+    if message.full_name.startswith("paceline.tinker."):
+        return _CONVERTED
     bounds: pb.Bounds = field.GetOptions().Extensions[pb.bounds]
     return bounds
 

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from structlog.contextvars import bound_contextvars
 
 from paceline import errors
+from paceline.bodies import decoded
 from paceline.log import get_logger
 from paceline.rpc.bounds import parse_request, request_of
 from paceline.rpc.identity import (
@@ -156,7 +157,9 @@ def _reader(handler: Handler, method: str) -> Callable[[AsyncIterator[bytes], Co
             raise errors.TimedOut(f"the message did not arrive within {_MESSAGE_SECONDS:g} s") from error
         if message is grpc.aio.EOF:
             raise errors.UnreadableMessage("the message is missing; a call of this method sends one")
-        return parse_request(message, contract, decode)
+        if decode is None:
+            return parse_request(message, contract, decode)
+        return await decoded(len(message), parse_request, message, contract, decode)
 
     async def many(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
         return messages if decode is None else (parse_request(message, contract, decode) async for message in messages)

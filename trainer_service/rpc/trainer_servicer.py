@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from paceline import __version__, codec, errors
+from paceline.bodies import decoded
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.log import get_logger
@@ -48,6 +49,8 @@ class _RunCommand(Protocol):
     seq_id: int
 
     def SerializeToString(self, *, deterministic: bool = ...) -> bytes: ...
+
+    def ByteSize(self) -> int: ...
 
 
 class TrainerServicer(TrainerServiceServicer):
@@ -219,7 +222,7 @@ class TrainerServicer(TrainerServiceServicer):
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)
         self._ask_for(run)
-        command = Command.of(request, identity.tenant)
+        command = await decoded(request.ByteSize(), Command.of, request, identity.tenant)
         if run.state is RunState.LOST:
             run.sequencer.check_client(command)
             if command.method != "LoadCheckpoint":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -44,6 +44,8 @@ class Command:
     """SHA-256 that tells a repeated command from another command with the same seq_id."""
     refusal: errors.PacelineError | None = None
     """Error that a command refused on arrival answers at its turn; its content is not kept."""
+    content: Any = field(default=None, compare=False, repr=False)
+    """The request as its executor takes it, decoded and checked; None if that was not done yet."""
 
     @classmethod
     def of(cls, request: Any, tenant: str) -> Command:
@@ -71,7 +73,7 @@ class Command:
     def refused(self, error: errors.PacelineError) -> Command:
         """Return the command refused on arrival: the error and its place in the run's order, without its content."""
         request = type(self.request)(run_id=self.request.run_id, seq_id=self.seq_id, attachment=self.attachment)
-        return replace(self, request=request, refusal=error)
+        return replace(self, request=request, refusal=error, content=None)
 
     def to_record(self) -> CommandRecord:
         """Return the journal record."""

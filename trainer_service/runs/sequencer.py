@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -186,14 +187,27 @@ class PendingCommands:
         Raises QuotaExceeded or Overloaded if too many bytes of commands wait, unless the run needs this command to make
         progress.
         """
-        is_needed = command.seq_id == self.appended + 1 and not any(one.durable for one in self.by_seq_id.values())
-        if not is_needed:
-            self._bytes.check(self._tenant, command.size)
+        self._check_room(command)
         pending = self._add(command)
         self._append_following()
         if pending.durable is None:
             pending.timeout = asyncio.get_running_loop().call_later(self._gap_wait, self._time_out, pending)
         return pending
+
+    @contextmanager
+    def arriving(self, command: Command) -> Iterator[None]:
+        """Count a new command's bytes while it is checked. Raises as `accept` does."""
+        self._check_room(command)
+        self._bytes.add(self._tenant, command.size)
+        try:
+            yield
+        finally:
+            self._bytes.remove(self._tenant, command.size)
+
+    def _check_room(self, command: Command) -> None:
+        is_needed = command.seq_id == self.appended + 1 and not any(one.durable for one in self.by_seq_id.values())
+        if not is_needed:
+            self._bytes.check(self._tenant, command.size)
 
     def _append_following(self) -> None:
         while following := self.by_seq_id.get(self.appended + 1):
@@ -345,7 +359,7 @@ class Sequencer:
         if pending is None or pending.command.digest != command.digest:
             raise _superseded()
 
-    async def execute(self, command: Command, check: Callable[[Command], Command] | None = None) -> Message:
+    async def execute(self, command: Command, check: Callable[[Command], Awaitable[Command]] | None = None) -> Message:
         """Execute a command at its turn and return its answer; a repeated one gets the first answer.
 
         `check` is called with a command that has not arrived before, and returns it, or its refusal. The command
@@ -367,8 +381,12 @@ class Sequencer:
             if isinstance(answer, errors.PacelineError):
                 raise answer
             return answer
+        elif check is not None:
+            with self._waiting.arriving(command):
+                command = await check(command)
+            return await self.execute(command)  # meanwhile the same command may have arrived, or the run been closed
         else:
-            pending = self._waiting.accept(check(command) if check is not None else command)
+            pending = self._waiting.accept(command)
             self._advance()
         return await asyncio.shield(pending.answer)
 

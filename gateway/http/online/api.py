@@ -24,6 +24,7 @@ from gateway.http.online.store import MOST_WAITING_BYTES, NewExample, OnlineMode
 from gateway.http.problems import is_fixable_by_caller
 from gateway.http.services import Services
 from paceline import errors
+from paceline.bodies import decoded
 from paceline.client.batching import render_all
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.waiting_bytes import WaitingBytes
@@ -71,7 +72,8 @@ class OnlineApi:
 
         @router.post("/train", status_code=202)
         async def train(request: Request) -> dict[str, Any]:
-            return await self._train(tenant_of(request), read(await request.body(), TrainRequest))
+            content = await request.body()
+            return await self._train(tenant_of(request), await decoded(len(content), read, content, TrainRequest))
 
         @router.get("/train/status")
         async def status(request: Request, model: str = DEFAULT_MODEL) -> dict[str, Any]:
@@ -139,8 +141,9 @@ class OnlineApi:
             return await self._services.call(tenant, request, pb.RenderConversationsResponse, seconds=_SECONDS)
 
         examples = list[NewExample]()
+        size = sum(len(bytes(raw)) for raw in given.conversations)
         try:
-            async for rendered in render_all(call, given.bodies()):
+            async for rendered in render_all(call, await decoded(size, given.bodies)):
                 data = pb.ForwardBackwardRequest(data=rendered.data).SerializeToString(deterministic=True)
                 reserve(len(data))
                 examples.append(NewExample(sha256(data).digest(), len(rendered.data), data))

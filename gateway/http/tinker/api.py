@@ -35,11 +35,14 @@ from gateway.http.tinker.training import (
     sampler_id_of,
 )
 from paceline import errors
+from paceline.bodies import decoded
+from paceline.rpc.bounds import check_wire
 from paceline.tinker.v1 import tinker_pb2
 from paceline.types import CheckpointKind
 
 _LONG_POLL_SECONDS = 30.0
 """The SDK gives up after 45 s."""
+_PLAIN = "identity"
 _GONE = 410
 _STILL_WAITING = 408
 
@@ -205,9 +208,12 @@ class DataPlane:
         @router.post("/forward_backward")
         async def forward_backward(request: Request) -> JSONResponse:
             content = await request.body()
-            encoding = request.headers.get("content-encoding", "identity")
-            message = _read(_decompressed(content, encoding, self.max_body_bytes))
-            return await self._command(request, self.training.forward_backward, message)
+            encoding = request.headers.get("content-encoding", _PLAIN)
+            size = _expanded_size(content, encoding, self.max_body_bytes)
+            # The batch counts what it expands to while it is read, and as posted work from then on.
+            with self.futures.counted(tenant_of(request), 0 if encoding == _PLAIN else size):
+                message = await decoded(size, _read, content, encoding, self.max_body_bytes)
+                return await self._command(request, self.training.forward_backward, message)
 
         @router.post("/optim_step")
         async def optim_step(request: Request, body: OptimStep) -> JSONResponse:
@@ -328,7 +334,31 @@ def _completion(request_id: str, result: Result) -> dict[str, Any]:
     return {"state": "finished", "request_id": request_id, "response_payload_uncompressed_size": size}
 
 
-def _read(content: bytes) -> tinker_pb2.ForwardBackwardRequest:
+def _expanded_size(content: bytes, encoding: str, max_bytes: int) -> int:
+    """Return the most bytes that a body has once it is decompressed. Raises MessageTooLarge, UnreadableMessage."""
+    if encoding == _PLAIN:
+        return len(content)
+    if encoding != "zstd":
+        raise errors.UnreadableMessage(f"content-encoding {encoding[:40]} is not supported; send zstd or none")
+    try:
+        size = zstandard.frame_content_size(content)
+    except zstandard.ZstdError as error:
+        raise _no_frame(max_bytes) from error
+    if size > max_bytes:
+        raise errors.MessageTooLarge(f"the body is {size} bytes once it is decompressed; at most {max_bytes}")
+    return max_bytes if size < 0 else int(size)  # a frame need not say
+
+
+def _read(content: bytes, encoding: str, max_bytes: int) -> tinker_pb2.ForwardBackwardRequest:
+    """Decompress and parse a batch. Raises UnreadableMessage, and OutOfRange for too many fields."""
+    if encoding != _PLAIN:
+        try:
+            # Exactly one frame, with nothing after it.
+            frame = zstandard.ZstdDecompressor()
+            content = frame.decompress(content, max_output_size=max_bytes, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise _no_frame(max_bytes) from error
+    check_wire(content, tinker_pb2.ForwardBackwardRequest.DESCRIPTOR)
     try:
         return tinker_pb2.ForwardBackwardRequest.FromString(content)
     except DecodeError as error:
@@ -336,18 +366,6 @@ def _read(content: bytes) -> tinker_pb2.ForwardBackwardRequest:
         raise errors.UnreadableMessage(message) from error
 
 
-def _decompressed(content: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Decompress a body, up to a size. Raises MessageTooLarge, UnreadableMessage."""
-    if encoding == "identity":
-        return content
-    if encoding != "zstd":
-        raise errors.UnreadableMessage(f"content-encoding {encoding[:40]} is not supported; send zstd or none")
-    try:
-        size = zstandard.frame_content_size(content)
-        if size > max_bytes:
-            raise errors.MessageTooLarge(f"the body is {size} bytes once it is decompressed; at most {max_bytes}")
-        # Exactly one frame, with nothing after it.
-        return zstandard.ZstdDecompressor().decompress(content, max_output_size=max_bytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        message = f"the body is not one whole frame of zstd, of at most {max_bytes} bytes once it is decompressed"
-        raise errors.UnreadableMessage(message) from error
+def _no_frame(max_bytes: int) -> errors.PacelineError:
+    message = f"the body is not one whole frame of zstd, of at most {max_bytes} bytes once it is decompressed"
+    return errors.UnreadableMessage(message)

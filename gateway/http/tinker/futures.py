@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+from google.protobuf.message import Message
+
 from gateway.http.problems import is_fixable_by_caller
 from gateway.http.tinker.store import Store, StoredFuture
 from paceline import errors
 from paceline.background import Background
+from paceline.bodies import decoded
 from paceline.client.retry import is_retryable
 from paceline.log import get_logger
 from paceline.rpc.status import status_message
@@ -97,6 +100,12 @@ class Kind(Generic[T]):
     """Called with the tenant and the request."""
 
 
+def _dumped(kind: Kind[T], request: T) -> tuple[bytes, bytes]:
+    """Return a request's bytes and their digest."""
+    body = kind.dump(request)
+    return body, sha256(kind.name.encode() + body).digest()
+
+
 @dataclass(slots=True)
 class _Completions:
     """The finished work of one sampler clone, in order of completion, as `retrieve_futures` reports it."""
@@ -161,11 +170,11 @@ class Futures:
         RequestIdReused if the id names other work, UnreadableMessage if the request cannot be serialized, and DiskFull.
         """
         try:
-            body = kind.dump(request)
+            size = request.ByteSize() if isinstance(request, Message) else 0
+            body, digest = await decoded(size, _dumped, kind, request)
         except ValueError as error:
             message = "the request has text that is not Unicode, or is nested too deep"
             raise errors.UnreadableMessage(message) from error
-        digest = sha256(kind.name.encode() + body).digest()
         known = self._works.get(request_id) or self._store.future(request_id)
         if known is not None:
             if known.tenant != tenant or known.digest != digest:
@@ -183,6 +192,12 @@ class Futures:
             lambda done: self._give_up(work) if not done.cancelled() and done.exception() else None
         )
         await asyncio.shield(work.storing)
+
+    @contextmanager
+    def counted(self, tenant: str, size: int) -> Iterator[None]:
+        """Count bytes as the tenant's while a request is read. Raises QuotaExceeded, Overloaded."""
+        with self._waiting_bytes.waiting(tenant, size):
+            yield
 
     async def result(self, tenant: str, request_id: str, seconds: float) -> Result | Work:
         """Return a result, or the work if it takes longer than `seconds`. Raises RunNotFound if there is neither."""

@@ -22,6 +22,7 @@ from gateway.http.tinker.retirement import Retirement
 from gateway.http.tinker.store import Sampler, Store
 from paceline import codec, errors
 from paceline.background import Background, uninterrupted
+from paceline.bodies import decoded
 from paceline.client.batching import sendable
 from paceline.client.retry import is_unread
 from paceline.layout import CheckpointPath
@@ -242,7 +243,8 @@ class Training:
             return tensors.forward_backward_request(request, run_id, seq_id)
 
         reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.ForwardBackwardResponse)
-        return Result(PROTOBUF, tensors.forward_backward_output(reply))
+        output = await decoded(reply.ByteSize(), tensors.forward_backward_output, reply)
+        return Result(PROTOBUF, output)
 
     async def _optim_step(self, tenant: str, request: OptimStep) -> Result:
         def make(run_id: str, seq_id: int) -> pb.OptimStepRequest:
@@ -314,7 +316,7 @@ class Training:
         is_made = False
         try:
             with sendable("request"):
-                # Convert a batch in a thread: it may take a while, and must not delay other requests.
+                # A batch is converted in a thread: it may take a while, and must not delay other requests.
                 is_batch = reply is pb.ForwardBackwardResponse
                 message = await asyncio.to_thread(make, **place) if is_batch else make(**place)
             if (size := message.ByteSize()) > self._max_message_bytes:

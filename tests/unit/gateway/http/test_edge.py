@@ -110,6 +110,23 @@ async def test_a_length_with_many_digits_is_the_callers_error(zeros, status):
         writer.close()
 
 
+async def test_json_of_too_many_parts_is_refused_before_all_of_it_has_arrived():
+    async def read(scope, receive, send):
+        await Request(scope, receive).body()
+        await _answer(scope, receive, send)
+
+    app = AccessMiddleware(read, [_ByName()], WaitingBytes(), 32 << 20, [], binary_paths=["/binary"])
+    head = "POST /{} HTTP/1.1\r\nHost: x\r\nX-API-Key: a\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
+    bodies = {"": b"[" + b"{}," * (1 << 20), "binary": b"{}," * (1 << 20)}
+    async with _serve(edge._config(GatewaySettings(insecure=True), app)) as (host, port), asyncio.timeout(PATIENCE):
+        for path, status in (("", 400), ("binary", 200)):
+            reader, writer = await asyncio.open_connection(host, port)
+            missing = 1 if status == 400 else 0
+            writer.write(head.format(path, len(bodies[path]) + missing).encode() + bodies[path])
+            assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
+            writer.close()
+
+
 class _ByName:
     """Takes a token for the name of its holder's tenant."""
 
