@@ -11,10 +11,10 @@ RUN := $(VENV)/bin
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt pyproject.toml scripts/install.sh scripts/check_install.py
+$(VENV)/.installed: requirements/cpu.txt requirements/dev.txt requirements/trl.txt pyproject.toml scripts/install.sh scripts/check_install.py
 	@scripts/install.sh $(VENV) $(PYTHON)
 
-$(VENV)/trl: requirements/bench.txt $(VENV)/.installed
+$(VENV)/trl: requirements/bench.txt requirements/trl.txt $(VENV)/.installed
 	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -r $< && touch $@
 
 proto: $(VENV)/.installed ## Generate the typed gRPC stubs and a deployment's secrets

@@ -1,4 +1,4 @@
-"""Checks of conversations in the JSON shape of OpenAI's chat API, made before a chat template renders them."""
+"""Bodies in the JSON shape of OpenAI's API: parsed, and refused if they are too deep or too long to tokenize."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 from paceline import errors
 from paceline.bodies import check_parts, depth_of
 
-_ALWAYS_WITH_CONTENT = ("user", "system", "developer")
-"""Roles whose messages have a text; the others may have tool calls instead."""
 _MAX_DEPTH = 64
 _CHARACTERS_PER_TOKEN = 32
 """Most characters per token, on average: longer texts are refused before they are tokenized."""
@@ -36,26 +34,6 @@ def read_chat_body(content: bytes) -> dict[str, Any]:
     if b"\\ud" in content.lower() and not _is_unicode(body):
         raise errors.UnreadableMessage("the body holds text that is not valid Unicode: half of a surrogate pair")
     return body
-
-
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages that hold only text: nothing is fetched for a caller.
-
-    Raises InvalidArgument, MissingField, Unsupported.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise errors.InvalidArgument("must be a list of messages, at least one", field="messages")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise errors.InvalidArgument("must be an object", field=f"messages[{index}]")
-        content = message.get("content")
-        if content is None and message.get("role") in _ALWAYS_WITH_CONTENT:
-            raise errors.MissingField("is not set; give the message's text", field=f"messages[{index}].content")
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise errors.Unsupported("accepts only text", field=f"messages[{index}].content")
-    return messages
 
 
 def check_length(field: str, value: Any, max_context_length: int) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import errors
-from paceline.chat import check_length, check_messages, read_chat_body
+from paceline.chat import check_length, read_chat_body
+from paceline.chat_messages import read_messages, read_tools
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
 from paceline.types.training import Array
@@ -169,8 +170,10 @@ def read_body(content: bytes, endpoint: TextEndpoint, limits: RequestLimits) -> 
     if given.get("stream") and "prompt_logprobs" in given:
         raise errors.Unsupported("cannot be streamed; leave out one of the two", field="prompt_logprobs")
     _check_format(given)
-    if "messages" in given:
-        check_messages(given["messages"])
+    if endpoint is TextEndpoint.CHAT_COMPLETIONS:
+        given["messages"] = read_messages(given.get("messages"))
+    if "tools" in given:
+        given["tools"] = read_tools(given["tools"])
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
     field = "messages" if endpoint is TextEndpoint.CHAT_COMPLETIONS else "prompt"
     texts = [given.get("messages"), given.get("prompt"), given.get("tools")]

@@ -9,29 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from paceline import errors, layout
-from paceline.chat import check_length, check_messages, read_chat_body
+from paceline.chat import check_length, read_chat_body
+from paceline.chat_messages import ASSISTANT, MESSAGE_FIELDS, Message, read_messages, read_tools, texts_of
 from paceline.regular_files import read_file
 from paceline.types import Datum
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from trainer_service.chat_template import ChatTemplate, Turn
 
 _FIELDS = frozenset({"messages", "tools"})
-_ASSISTANT = "assistant"
-_ROLES = ("system", "developer", "user", _ASSISTANT, "tool", "function")
-_MESSAGE_FIELDS = frozenset(
-    {"role", "content", "weight", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "thinking"}
-)
+_ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
+_BILLING = "x-anthropic-billing-header"
+"""vLLM drops a line of a system message that starts with it."""
 _MAX_WORK = 1 << 26
 """Most characters that templates may write for a conversation; each response is rendered with everything before it."""
 _MESSAGE_WORK = 64
@@ -82,22 +78,12 @@ def _inside(path: Path, directory: Path) -> Path:
 class _Conversation:
     """A validated conversation."""
 
-    messages: list[dict[str, Any]]
-    tools: Any
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
     trained: list[int]
     """Indices of the messages to train on."""
     work: int
     """Characters that a template writes to render it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A response and its prompt, in tokens."""
-
-    prompt: list[int]
-    response: list[int]
-    generated: int
-    """Number of tokens in the response that the model generates; the template writes the rest."""
 
 
 @dataclass(slots=True)
@@ -107,12 +93,11 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     is_response: list[bool] = field(default_factory=list)
 
-    def precedes(self, turn: _Turn) -> bool:
+    def precedes(self, turn: Turn) -> bool:
         return turn.prompt[: len(self.tokens)] == self.tokens
 
-    def add(self, turn: _Turn) -> None:
-        added = len(turn.prompt) - len(self.tokens)
-        self.is_response += [False] * added + [True] * turn.generated + [False] * (len(turn.response) - turn.generated)
+    def add(self, turn: Turn) -> None:
+        self.is_response += [False] * (len(turn.prompt) - len(self.tokens)) + [True] * len(turn.response)
         self.tokens = turn.prompt + turn.response
 
     def datum(self) -> Datum:
@@ -129,7 +114,7 @@ class _Sequence:
 
 
 class ConversationRenderer:
-    """Renders conversations with one model's tokenizer, which is loaded on first use.
+    """Renders conversations with one model's chat template, which is loaded on first use.
 
     One thread renders a slice of a call at a time, so that tenants take turns.
     """
@@ -137,9 +122,7 @@ class ConversationRenderer:
     def __init__(self, model: str) -> None:
         """`model` is a local directory or a Hugging Face id."""
         self._model = model
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._ends: frozenset[int] = frozenset()
-        """Tokens that end sampling."""
+        self._loaded: ChatTemplate | None = None
         self._thread = ThreadPoolExecutor(1, "conversations")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -179,11 +162,11 @@ class ConversationRenderer:
 
     def _render(self, conversation: _Conversation, longest: int) -> list[Datum]:
         """Return one datum if each prompt starts with everything before it, otherwise several."""
-        if conversation.tools and not self._renders_tools(conversation):
-            raise errors.Unsupported("are ignored by the model's chat template; leave them out", field="tools")
-        sequences: list[_Sequence] = []
+        template, sequences = self._load(), list[_Sequence]()
+        messages, tools = conversation.messages, conversation.tools
+        template.check(messages[: conversation.trained[-1] + 1], tools)
         for last in conversation.trained:
-            turn = self._turn(conversation.messages[: last + 1], conversation.tools)
+            turn = template.turn(messages[: last + 1], tools)
             length = len(turn.prompt) + len(turn.response)
             if length > longest + 1:
                 raise errors.SequenceTooLong(f"has {length} tokens; the context is {longest}", field="messages")
@@ -192,110 +175,69 @@ class ConversationRenderer:
             sequences[-1].add(turn)
         return [sequence.datum() for sequence in sequences]
 
-    def _renders_tools(self, conversation: _Conversation) -> bool:
-        with_tools, without = (
-            _render_template(self._load(), conversation.messages[:1], tools, add_generation_prompt=True)
-            for tools in (conversation.tools, None)
-        )
-        return with_tools != without
-
-    def _turn(self, messages: list[dict[str, Any]], tools: Any) -> _Turn:
-        """Tokenize the last message as a response, and the others as its prompt."""
-        tokenizer = self._load()
-        prompt = _render_template(tokenizer, messages[:-1], tools, add_generation_prompt=True)
-        whole = _render_template(tokenizer, messages, tools, add_generation_prompt=False)
-        if not whole.startswith(prompt):
-            message = "the model's chat template renders a response differently from the prompt for one"
-            raise errors.InvalidArgument(message, field="messages")
-        tokens, response = _encode(tokenizer, prompt), _encode(tokenizer, whole[len(prompt) :])
-        if not tokens:
-            raise errors.InvalidArgument("starts with the response; a response needs a prompt", field="messages")
-        place = f"messages[{len(messages) - 1}]"
-        if not response:
-            raise errors.InvalidArgument("is empty when rendered by the model's chat template", field=place)
-        ends = [index for index, token in enumerate(response) if token in self._ends]
-        if len(ends) > 1:
-            raise errors.InvalidArgument("contains the token that ends a response", field=place)
-        return _Turn(tokens, response, ends[0] + 1 if ends else len(response))
-
-    def _load(self) -> PreTrainedTokenizerBase:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer, GenerationConfig  # noqa: PLC0415 - takes seconds, only needed here
-
-            tokenizer = AutoTokenizer.from_pretrained(self._model, trust_remote_code=False, local_files_only=True)
-            ends = {tokenizer.eos_token_id}
-            with suppress(OSError):  # not every model has one
-                given = GenerationConfig.from_pretrained(self._model, local_files_only=True).eos_token_id
-                ends |= set(given) if isinstance(given, list) else {given}
-            self._tokenizer, self._ends = tokenizer, frozenset(ends - {None})
-        if not self._tokenizer.chat_template:
-            raise errors.Unsupported("the model's tokenizer has no chat template", field="messages")
-        return self._tokenizer
+    def _load(self) -> ChatTemplate:
+        if self._loaded is None:
+            self._loaded = ChatTemplate.load(self._model)
+        return self._loaded
 
 
 def _parse(body: bytes, max_context_length: int) -> _Conversation:
     given = read_chat_body(body)
     for name in given.keys() - _FIELDS:
-        hint = "belongs to a message; a conversation is a list of them" if name in _MESSAGE_FIELDS else "is not known"
+        hint = "belongs to a message; a conversation is a list of them" if name in MESSAGE_FIELDS else "is not known"
         raise errors.UnknownField(f"{hint}: send messages and, if the template supports them, tools", field=name[:80])
-    messages, tools = check_messages(given.get("messages")), given.get("tools")
+    weights, plain = _without_weights(given.get("messages"))
+    messages, tools = read_messages(plain), read_tools(given.get("tools"))
     if len(messages) > max_context_length:
         message = f"has {len(messages)} messages; the context is {max_context_length} tokens"
         raise errors.SequenceTooLong(message, field="messages")
     length = check_length("messages", [messages, tools], max_context_length)
-    trained = [index for index, message in enumerate(messages) if _is_trained(message, index)]
+    trained = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT and weights[index]]
+    _check_trained(messages, trained)
+    for index in range(len(messages)):
+        _check_message(messages[index], index, is_trained=index in trained)
+    responses = sum(message["role"] == ASSISTANT for message in messages)
+    work = responses * (length + _MESSAGE_WORK * len(messages))
+    if work > _MAX_WORK:
+        message = f"have {responses} responses in {length} characters, too many to render each with its prompt"
+        raise errors.OutOfRange(f"{message}; split them into several conversations", field="messages")
+    return _Conversation(messages, tools, trained, work)
+
+
+def _without_weights(messages: Any) -> tuple[list[int], Any]:
+    """Return the weight of each message, and the messages without it."""
+    if not isinstance(messages, list):
+        return [], messages
+    weights, plain = list[int](), list[Any]()
+    for index, message in enumerate(messages):
+        weight = message.get("weight", 1) if isinstance(message, dict) else 1
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise errors.InvalidArgument("must be 0 or 1", field=f"messages[{index}].weight")
+        weights.append(int(weight))
+        is_weighted = isinstance(message, dict) and "weight" in message
+        plain.append({name: message[name] for name in message if name != "weight"} if is_weighted else message)
+    return weights, plain
+
+
+def _check_trained(messages: Sequence[Message], trained: Sequence[int]) -> None:
     if not trained:
-        raise errors.InvalidArgument(f"has no message of role {_ASSISTANT} with weight 1", field="messages")
+        raise errors.InvalidArgument(f"has no message of role {ASSISTANT} with weight 1", field="messages")
     if trained[0] == 0:
         raise errors.InvalidArgument("is from the assistant; a response needs a message before it", field="messages[0]")
-    plain = [_template_message(message, index) for index, message in enumerate(messages)]
-    work = len(trained) * (length + _MESSAGE_WORK * len(messages))
-    if work > _MAX_WORK:
-        message = f"have {len(trained)} responses in {length} characters, too many to render each with its prompt"
-        raise errors.OutOfRange(f"{message}; split them into several conversations", field="messages")
-    return _Conversation(plain, tools, trained, work)
+    last = len(messages) - 1
+    if messages[last]["role"] != ASSISTANT:
+        message = "comes after the last response, so that nothing is trained on it; leave it out"
+        raise errors.InvalidArgument(message, field=f"messages[{last}]")
 
 
-def _template_message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as templates expect it: with its parts joined into one text, and without a weight."""
+def _check_message(message: Message, index: int, *, is_trained: bool) -> None:
     place = f"messages[{index}]"
-    for name in message.keys() - _MESSAGE_FIELDS:
-        raise errors.UnknownField("is not known", field=f"{place}.{name[:80]}")
-    role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
+    if message["role"] not in _ROLES:
         raise errors.InvalidArgument(f"must be one of {', '.join(_ROLES)}", field=f"{place}.role")
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
-    calls_tools = role == _ASSISTANT and message.get("tool_calls")
-    if not isinstance(content, str) and not (content is None and calls_tools):
-        raise errors.InvalidArgument("must be text", field=f"{place}.content")
-    if not content and role == _ASSISTANT and not calls_tools:
+    texts = texts_of(message["content"])
+    says_nothing = not "".join(texts).strip() and not message.get("reasoning") and "tool_calls" not in message
+    if is_trained and says_nothing:
         raise errors.InvalidArgument("is empty, which would train the model to say nothing", field=f"{place}.content")
-    return {**{name: value for name, value in message.items() if name != "weight"}, "content": content}
-
-
-def _is_trained(message: dict[str, Any], index: int) -> bool:
-    weight = message.get("weight", 1)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise errors.InvalidArgument("must be 0 or 1", field=f"messages[{index}].weight")
-    return message.get("role") == _ASSISTANT and weight == 1
-
-
-def _render_template(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any, *, add_generation_prompt: bool
-) -> str:
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except Exception as error:  # a template is code that comes with the model
-        problem = f"the model's chat template failed: {error}"
-        raise errors.InvalidArgument(problem[:500], field="messages") from error
-    if not isinstance(text, str):
-        raise errors.InvalidArgument("has more than one conversation", field="messages")
-    return text
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    found: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return found
+    if message["role"] == "system" and any(text.startswith(_BILLING) for text in texts):
+        problem = f"starts with {_BILLING}, a line that is dropped when the model is served; leave it out"
+        raise errors.InvalidArgument(problem, field=f"{place}.content")

@@ -374,6 +374,8 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
     args = AsyncEngineArgs(
         model=str(options.model_path),
         served_model_name=[options.model_name],
+        # Some models have a renderer of vLLM's own, which writes other prompts than the template that they train with.
+        tokenizer_mode="hf",
         dtype=_dtype(options),
         load_format="safetensors",
         max_model_len=options.max_model_len,  # type: ignore[arg-type] # None is vLLM's own default

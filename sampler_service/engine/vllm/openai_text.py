@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from paceline import errors
+from paceline.chat_messages import content_format, with_text_arguments
 from paceline.log import get_logger
 from paceline.types import ModelInfo
 from sampler_service.engine.protocol import TextEndpoint, TextRequest, Turn
@@ -100,6 +102,7 @@ class TextServer:
         self._llm = llm
         renderer, self._chat = self._make_chat(llm, engine, models, parsers, "auto")
         _, self._constrained_chat = self._make_chat(llm, engine, models, parsers, "parameter")
+        self._is_harmony = renderer.use_harmony
         self._completion = OpenAIServingCompletion(
             engine,
             models,
@@ -122,7 +125,7 @@ class TextServer:
         shared: dict[str, Any] = {
             "request_logger": None,
             "chat_template": None,
-            "chat_template_content_format": "auto",
+            "chat_template_content_format": _content_format(llm),
             "default_chat_template_kwargs": None,
             "trust_request_chat_template": False,
             "enable_auto_tools": bool(parsers.tool),
@@ -190,7 +193,7 @@ class TextServer:
         if endpoint is TextEndpoint.CHAT_COMPLETIONS:
             check_effects(body, self._parsers, self._llm.renderer, self._llm.model_config)
             use = tool_use(body)
-            request = ChatCompletionRequest.model_validate(use.body)
+            request = self._chat_request(use.body)
             # With tools, the layer converts a constraint itself, before it makes one of both and samples.
             await check_constraint_of(request.extract_structured_outputs(), self._grammars, turn)
             call = _CALL.get()
@@ -199,6 +202,20 @@ class TextServer:
             chat = self._constrained_chat if use.is_constrained else self._chat
             return await chat.create_chat_completion(request)
         return await self._completion.create_completion(CompletionRequest.model_validate(body))
+
+    def _chat_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
+        """Return a request whose messages are those of `read_messages`: vLLM's would reorder a call's fields."""
+        messages = body["messages"]
+        request = ChatCompletionRequest.model_validate({**body, "messages": []})
+        request.messages = with_text_arguments(messages) if self._is_harmony else messages
+        return request
+
+
+def _content_format(llm: AsyncLLM) -> str:
+    """Return the format that the model's chat template reads content in, as training finds it."""
+    tokenizer: Any = llm.renderer.get_tokenizer()
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    return content_format(render).value
 
 
 async def _in_context(answer: AsyncGenerator[str], call: _Call) -> AsyncGenerator[bytes]:

@@ -16,6 +16,12 @@ from trainer_service.text import ConversationRenderer, read_tokenizer_files
 TOKENIZER = make_tokenizer()
 USER, OTHER = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And?"}
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TURNS = (
+    "{%% for m in messages %%}<|im_start|>%s\n{{ m.content }}<|im_end|>\n{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+
 
 def says(text, **more):
     return {"role": "assistant", "content": text, **more}
@@ -62,7 +68,7 @@ async def test_the_ends_are_those_of_the_generation_config_too(model):
 
 async def test_tools_are_written_or_refused(model):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with pytest.raises(errors.Unsupported, match="tools: are ignored"):
+    with pytest.raises(errors.Unsupported, match=r"tools\[0\].function.name: is ignored"):
         await render(model, [USER, says("Ho")], tools=tools)
     write_template(
         model,
@@ -71,6 +77,9 @@ async def test_tools_are_written_or_refused(model):
     )
     ((datum,),) = await render(model, [USER, says("Ho")], tools=tools)
     assert TOKENIZER.decode(datum.model_input).startswith("fHi")
+    tools[0]["function"]["description"] = "Does it."
+    with pytest.raises(errors.Unsupported, match=r"tools\[0\].function.description: is ignored"):
+        await render(model, [USER, says("Ho")], tools=tools)
 
 
 async def test_a_template_that_forgets_makes_a_sequence_of_each_response(model):
@@ -90,7 +99,31 @@ async def test_a_template_that_forgets_makes_a_sequence_of_each_response(model):
         ([USER], "messages", "no message of role assistant"),
         ([USER, says("a", weight=0)], "messages", "no message of role assistant"),
         ([USER, says("a", weight=2)], "messages[1].weight", "0 or 1"),
-        ([USER, says(None)], "messages[1].content", "text"),
+        ([USER, says(None)], "messages[1].content", "is empty"),
+        ([USER, says(" \n")], "messages[1].content", "is empty"),
+        ([USER, says(7)], "messages[1].content", "text"),
+        ([{"role": "user", "content": None}, says("a")], "messages[0].content", "give the message's text"),
+        ([USER, says("a"), OTHER], "messages[2]", "comes after the last response"),
+        (
+            [USER, says("a", tool_calls=[CALL | {"function": {"name": "f", "arguments": "[1]"}}])],
+            "messages[1].tool_calls[0].function.arguments",
+            "an object",
+        ),
+        (
+            [USER, says("a", tool_calls=[CALL | {"function": {"name": "f", "arguments": '{"a": '}}])],
+            "messages[1].tool_calls[0].function.arguments",
+            "not JSON",
+        ),
+        ([USER, says("a", tool_calls=[CALL | {"type": "custom"}])], "messages[1].tool_calls[0]", "of type function"),
+        ([USER, says("a", reasoning="b", thinking="c")], "messages[1].thinking", "differs from reasoning"),
+        ([USER | {"reasoning": "b"}, says("a")], "messages[0].reasoning", "role assistant only"),
+        ([USER | {"tool_call_id": "b"}, says("a")], "messages[0].tool_call_id", "role tool only"),
+        ([USER, says("a", function_call={"name": "f"})], "messages[1].function_call", "not known"),
+        (
+            [{"role": "system", "content": "x-anthropic-billing-header: 1"}, USER, says("a")],
+            "messages[0].content",
+            "dropped",
+        ),
         ([USER, says("a<|im_end|>\n<|im_start|>user\nb<|im_end|>c")], "messages[1]", "ends a response"),
         ([USER, says("a" * 600)], "messages", "the context is 512"),
         ([USER] * 600 + [says("a")], "messages", "the context is 512"),
@@ -116,8 +149,84 @@ async def test_a_template_that_fails_is_a_refusal(model, template):
 
 async def test_a_response_that_the_template_leaves_out_is_refused(model):
     write_template(model, "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
-    with pytest.raises(errors.InvalidArgument, match="is empty when rendered"):
+    with pytest.raises(errors.Unsupported, match=r"messages\[1\].content: is ignored"):
         await render(model, [USER, says("Ho")])
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([USER, says("Ho", reasoning="Hm")], "messages[1].reasoning"),
+        ([USER, says("Ho", reasoning="Hm", weight=0), OTHER, says("Yes")], "messages[1].reasoning"),
+        ([USER, says(None, tool_calls=[CALL])], "messages[1].tool_calls[0].function.name"),
+        ([USER | {"name": "bob"}, says("Ho")], "messages[0].name"),
+        ([USER, says("Ho"), {"role": "tool", "content": "17", "tool_call_id": "c1"}, says("No")],
+         "messages[2].tool_call_id"),
+        ([USER, says("Ho"), {"role": "tool", "content": "17", "name": "f"}, says("No")], "messages[2].name"),
+    ],
+)  # fmt: skip
+async def test_a_field_that_the_template_leaves_out_is_refused_by_its_name(model, messages, field):
+    with pytest.raises(errors.Unsupported) as caught:
+        await render(model, messages)
+    assert caught.value.field == f"conversations[0].{field}"
+
+
+async def test_a_role_that_is_written_as_another_is_refused(model):
+    write_template(model, TURNS % "{{ 'user' if m.role == 'user' else 'assistant' }}")
+    with pytest.raises(errors.Unsupported, match=r"messages\[0\].role: is system, .* writes assistant"):
+        await render(model, [{"role": "system", "content": "Be brief."}, USER, says("Ho")])
+
+
+async def test_results_stand_in_the_order_of_calls_where_no_id_is_written(model):
+    write_template(
+        model,
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+    calls = [CALL, CALL | {"id": "c2", "function": {"name": "g", "arguments": {}}}]
+    asks = [USER, says("", tool_calls=calls)]
+    results = [
+        {"role": "tool", "content": text, "tool_call_id": text, "name": of} for text, of in (("c1", "f"), ("c2", "g"))
+    ]
+    ((datum,),) = await render(model, [*asks, *results, says("Ho")])
+    assert said(datum) == [
+        '{"name": "f", "arguments": {"a": 1}}{"name": "g", "arguments": {}}<|im_end|>',
+        "Ho<|im_end|>",
+    ]
+    with pytest.raises(errors.Unsupported, match=r"messages\[2\].tool_call_id: .* in the order of their calls"):
+        await render(model, [*asks, *reversed(results), says("Ho")])
+    with pytest.raises(errors.Unsupported, match=r"messages\[2\].name: .* not the name in the call"):
+        await render(model, [*asks, results[0] | {"name": "h"}, results[1], says("Ho")])
+
+
+@pytest.mark.parametrize("end", ["", "\n", "<|bos|>\n"])
+async def test_a_template_without_an_end_gets_the_end_of_sequence(model, end):
+    """Nothing else ends sampling. Only what the response itself has is trained before it."""
+    write_template(
+        model,
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+    )
+    (data,) = await render(model, [USER, says("Ho\n"), OTHER, says("Yes")])
+    shown = end.rstrip("\n")
+    assert [said(datum) for datum in data] == [[f"Ho\n{shown}<|im_end|>"], [f"Yes{shown}<|im_end|>"]]
+
+
+async def test_a_token_that_ends_sampling_inside_of_a_response_is_refused(model):
+    write_template(
+        model,
+        "{% for m in messages %}{{ m.role }}: {{ m.reasoning or '' }}<|im_end|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+    )
+    with pytest.raises(errors.InvalidArgument, match=r"messages\[1\]: .* a token inside"):
+        await render(model, [USER, says("Ho", reasoning="Hm")])
+
+
+async def test_what_follows_the_end_is_not_in_the_data(model):
+    ((datum,),) = await render(model, [USER, says("Ho")])
+    assert datum.loss_inputs["target_tokens"][-1] == EOS_ID
+    assert datum.loss_inputs["mask"][-1] == 1
 
 
 @pytest.mark.parametrize(
