@@ -25,6 +25,7 @@ _PART_FIELDS = frozenset({"type", "text", "cache_control"})
 _CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 _TOOL_FIELDS = frozenset({"type", "function"})
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _PROBE = ("paceline first part", "paceline second part")
 _LISTS = ("'type': 'text'", '"type": "text"', '"type":"text"')
 """What a part looks like if it is written as it is."""
@@ -215,10 +216,8 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(strict, bool | None):
         raise errors.InvalidArgument("must be true or false", field=f"{place}.function.strict")
     more = {} if strict is None else {"strict": strict}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters, **more},
-    }
+    given = {"name": name, "description": description, "parameters": parameters or _NO_PARAMETERS, **more}
+    return {"type": "function", "function": given}
 
 
 def _as_rendered(message: Message, form: ContentFormat) -> Message:

@@ -74,8 +74,8 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise errors.Unsupported("the model's tokenizer has no chat template", field="messages")
         if not self._ends:
-            message = "no token ends the model's responses; set eos_token_id in its generation_config.json"
-            raise errors.Unsupported(message, field="messages")
+            problem = "no token ends the model's responses; set eos_token_id in its generation_config.json"
+            raise errors.Unsupported(problem, field="messages")
         marked, first = mark(messages, tools), 0
         for last, message in enumerate(messages):
             if message["role"] == ASSISTANT:
@@ -195,8 +195,9 @@ class ChatTemplate:
         return text
 
     def _apply(self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool) -> Any:
+        given: Any = tools
         return self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tools=given, tokenize=False, add_generation_prompt=add_generation_prompt
         )
 
     def _source(self, tools: Tools) -> str:
@@ -216,7 +217,7 @@ def _in_opened_thought(message: Message, index: int, written: str) -> str:
     if written.startswith(_START_OF_THOUGHT):
         return written.removeprefix(_START_OF_THOUGHT).lstrip("\n")
     content = "\n".join(texts_of(message["content"]))
-    thought = message.get("reasoning")
+    thought: str | None = message.get("reasoning")
     if thought is None and _END_OF_THOUGHT in content:
         thought = content.split(_END_OF_THOUGHT)[0].rpartition(_START_OF_THOUGHT)[2]
     if thought is None:

@@ -51,8 +51,8 @@ class Catalog(Connected):
         A conversation is a list of messages as in OpenAI's chat API, or a dict with `messages` and, if the template
         supports them, `tools`. The loss covers only the assistant's responses, except those with `weight` 0, each after
         the prompt that is served for it and up to the token that ends it. Reasoning is in `reasoning`. A field that the
-        template does not write is refused. An empty `base_model` means the served one. Errors: InvalidArgument, UnknownField, SequenceTooLong, OutOfRange,
-        Unsupported, EmptyBatch, ModelNotFound.
+        template does not write is refused. An empty `base_model` means the served one. Errors: InvalidArgument,
+        UnknownField, SequenceTooLong, OutOfRange, Unsupported, EmptyBatch, ModelNotFound.
         """
         if not isinstance(conversations, Iterable):
             raise errors.InvalidArgument.of_type(conversations, "a list of conversations", "conversations")

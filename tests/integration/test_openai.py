@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from support.models.tiny_models import CHAT_TEMPLATE, make_tiny_llama, make_tokenizer
+from support.models.tiny_models import make_tiny_llama, make_tokenizer
 from support.stacks.cluster import Cluster, wait_for
 
 import paceline
@@ -27,11 +27,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"ok": true}'}}
 
 
 NO_SPACE = {str(make_tokenizer().encode(space)[0]): -100 for space in " \t\n\r"}
 """A bias against space between the tokens of JSON, of which random models write much."""
-TEMPLATE = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHAT_TEMPLATE
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -452,6 +458,17 @@ def test_prompt_and_answer_fill_the_context_that_the_model_has_and_no_more(clien
         ({"messages": MESSAGES, "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
         ({"messages": []}, "messages"),
         ({"messages": [*MESSAGES, {"role": "user"}]}, r"messages\[1\].content"),
+        ({"messages": [{**MESSAGES[0], "nmae": "bob"}]}, r"messages\[0\].nmae"),
+        ({"messages": [{**MESSAGES[0], "tool_calls": [CALL]}]}, r"messages\[0\].tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}
+                ]
+            },
+            r"messages\[0\].tool_calls\[0\].function.arguments",
+        ),
+        ({"messages": MESSAGES, "tools": [{**TOOL, "nmae": "look"}]}, r"tools\[0\].nmae"),
         ({}, "messages"),
     ],
 )
@@ -459,6 +476,28 @@ def test_what_a_chat_may_not_have_is_refused_by_its_name(client, body, field):
     with pytest.raises(openai.APIStatusError, match=field) as refusal:
         client.post("/chat/completions", body={"model": "model", **body}, cast_to=object)
     assert refusal.value.status_code == 400
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("arguments", [{"ok": True}, '{"ok": true}'])
+def test_an_answer_is_sampled_after_the_prompt_that_it_is_trained_after(cluster, client, name, arguments):
+    call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "text", "text": "twice"}]},
+        {"role": "assistant", "content": None, name: "Hm.", "tool_calls": [call], "refusal": None, "annotations": []},
+        {"role": "tool", "content": "17", "tool_call_id": "c1"},
+    ]
+    body = {"model": "model", "messages": messages, "max_tokens": 1, "return_token_ids": True}
+    sampled = client.post("/chat/completions", body=body, cast_to=httpx.Response).json()["prompt_token_ids"]
+    messages[2]["weight"] = 0
+    with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        ((datum,),) = service.render_conversations([[*messages, {"role": "assistant", "content": "17"}]])
+    trained_from = int(datum.loss_inputs["mask"].argmax()) + 1
+    assert datum.model_input[:trained_from].tolist() == sampled
+    text = make_tokenizer().decode(sampled)
+    assert "<think>Hm.</think>" in text
+    assert '{"name": "look", "arguments": {"ok": true}}' in text
 
 
 def test_anothers_runs_and_checkpoints_look_absent(cluster, address, run):

@@ -205,9 +205,9 @@ class TextServer:
 
     def _chat_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
         """Return a request whose messages are those of `read_messages`: vLLM's would reorder a call's fields."""
-        messages = body["messages"]
+        messages: list[Any] = body["messages"]
         request = ChatCompletionRequest.model_validate({**body, "messages": []})
-        request.messages = with_text_arguments(messages) if self._is_harmony else messages
+        request.messages = [*with_text_arguments(messages)] if self._is_harmony else messages
         return request
 
 
