@@ -122,7 +122,7 @@ def unreadable(monkeypatch):
     def checked(function):
         def call(file, *args, **kwargs):
             mode = kwargs.get("mode", args[0] if args else "r")
-            is_read = isinstance(mode, int) or "r" in mode
+            is_read = mode & os.O_ACCMODE == os.O_RDONLY if isinstance(mode, int) else "r" in mode
             if is_read and isinstance(file, str | os.PathLike) and Path(file) in failing:
                 failing.remove(Path(file))
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
@@ -132,6 +132,7 @@ def unreadable(monkeypatch):
 
     for module in (io, __import__("builtins")):
         monkeypatch.setattr(module, "open", checked(open))
+    monkeypatch.setattr(os, "open", checked(os.open))
 
     def fail(path, times):
         failing[:] = [path] * times
