@@ -106,7 +106,10 @@ class InvalidArgument(PacelineError, reason="INVALID_FIELD"):
     @classmethod
     def of_type(cls, value: object, wanted: str, field: str) -> Self:
         """Return the error of a value of the wrong type; `wanted` says what to give instead."""
-        return cls(f"is of type {type(value).__name__}; give {wanted}", field=field)
+        kind = type(value).__name__
+        if kind.endswith("Future"):
+            wanted = f"what its .result() returns: {wanted}"
+        return cls(f"is of type {kind}; give {wanted}", field=field)
 
 
 class UnreadableMessage(InvalidArgument, reason="UNREADABLE_MESSAGE"):
@@ -188,6 +191,11 @@ class ModelNotFound(NotFound, reason="MODEL_NOT_FOUND"):
 
 class RunNotFound(NotFound, reason="RUN_NOT_FOUND"):
     """No such run, or it belongs to another tenant."""
+
+    @classmethod
+    def of(cls, run_id: str, field: str) -> Self:
+        """Return the error that names the run."""
+        return cls(f"no such run: {run_id[:100]}; list_runs returns those that exist", field=field)
 
 
 class VersionNotFound(NotFound, reason="VERSION_NOT_FOUND"):

@@ -91,7 +91,7 @@ def check_run_id(run_id: str, field: str = "run_id") -> str:
     if not run_id:
         raise errors.MissingField("is not set; name the run", field=field)
     if not _RUN_ID.fullmatch(run_id):
-        raise errors.RunNotFound("no such run", field=field)
+        raise errors.RunNotFound.of(run_id, field=field)
     return run_id
 
 

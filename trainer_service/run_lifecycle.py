@@ -161,7 +161,7 @@ class RunLifecycle:
         """Delete a run after its command in progress has ended; a publish stops waiting for acknowledgements."""
         async with record.recovering:
             if record.is_deleted:
-                raise errors.RunNotFound("no such run", field="run_id")
+                raise errors.RunNotFound.of(record.run_id, field="run_id")
             gone = errors.RunNotFound("the run was deleted", field="run_id")
             record.sequencer.drain(gone)
             await self._publisher.cancel_waits(record.run_id)

@@ -15,7 +15,7 @@ import grpc
 
 from paceline import codec, errors
 from paceline.client.batching import render_all, sendable
-from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto
+from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto, path_of
 from paceline.client.transport import Connected, Transport, blocking, read
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, CheckpointPath
@@ -118,34 +118,34 @@ class Catalog(Connected):
 
     list_checkpoints = blocking(list_checkpoints_async)
 
-    async def delete_checkpoint_async(self, path: str) -> None:
+    async def delete_checkpoint_async(self, path: str | Checkpoint) -> None:
         """Delete a checkpoint.
 
         Errors: InvalidPath, CheckpointNotFound (also if a first attempt deleted it but its answer was lost).
         """
-        request = codec.make(pb.DeleteCheckpointRequest, path=path)
+        request = codec.make(pb.DeleteCheckpointRequest, path=path_of(path))
         await self.transport.query(self.transport.trainer.DeleteCheckpoint, request)
 
     delete_checkpoint = blocking(delete_checkpoint_async)
 
-    async def download_checkpoint_async(self, path: str, directory: str | Path) -> Path:
+    async def download_checkpoint_async(self, path: str | Checkpoint, directory: str | Path) -> Path:
         """Download a checkpoint's files into a new local directory and return its path.
 
         PEFT and vLLM can load a sampler checkpoint of a LoRA run. Errors: InvalidPath, CheckpointNotFound,
         ChecksumMismatch (a file, which it names, is damaged), FileExistsError (the directory is not empty).
         """
         target = Path(directory)
-        await self.transport.submit(_download(self.transport, path, target))
+        await self.transport.submit(_download(self.transport, path_of(path), target))
         return target
 
     download_checkpoint = blocking(download_checkpoint_async)
 
-    async def set_checkpoint_ttl_async(self, path: str, ttl_seconds: int | None) -> Checkpoint:
+    async def set_checkpoint_ttl_async(self, path: str | Checkpoint, ttl_seconds: int | None) -> Checkpoint:
         """Set a checkpoint to expire `ttl_seconds` from now; None means never.
 
         Errors: InvalidPath, CheckpointNotFound, OutOfRange.
         """
-        request = codec.make(pb.SetCheckpointTtlRequest, path=path, ttl_seconds=ttl_seconds)
+        request = codec.make(pb.SetCheckpointTtlRequest, path=path_of(path), ttl_seconds=ttl_seconds)
         reply = await self.transport.query(self.transport.trainer.SetCheckpointTtl, request)
         return codec.checkpoint_from_proto(reply.checkpoint)
 

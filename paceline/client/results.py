@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline import codec
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
-from paceline.types import ModelInfo, Quota, ServedModel
+from paceline.types import Checkpoint, ModelInfo, Quota, ServedModel
 from paceline.types.training import Array, ComparedByValue
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
@@ -85,6 +85,11 @@ class ServerCapabilities:
     unused_samplers: tuple[str, ...] = ()
     """Samplers that get no calls because their base model is not the trainer's, or that refuse all requests: a
     sentence each."""
+
+
+def path_of(checkpoint: str | Checkpoint) -> str:
+    """Return the path of a checkpoint, which callers may give instead of its path."""
+    return checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
 
 
 def publish_result_from_proto(message: trainer_pb.PublishWeightsResponse) -> PublishResult:

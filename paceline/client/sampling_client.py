@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator
 from copy import copy
+from dataclasses import fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,12 +22,22 @@ from paceline.codec.training import FLOATS
 from paceline.rpc.identity import ROUTE_KEY
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef, SampleResult, SamplingParams, StreamedTokens
+from paceline.types.hints import hinted
 from paceline.types.training import Tokens, as_tokens
 from paceline.types.v1 import sampling_pb2, tensor_pb2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_hinted = hinted(
+    **{each.name: f"sampling_params=SamplingParams({each.name}=...)" for each in fields(SamplingParams)},
+    max_new_tokens="sampling_params=SamplingParams(max_tokens=...)",
+    params="sampling_params=...",
+    n="num_samples=...",
+    top_logprobs="topk_logprobs=...",
+    logprobs="nothing: the answer has the log-probabilities of the sampled tokens",
+    include_prompt_logprobs="prompt_logprobs=True",
+)
 _UNLIMITED_NOTICE_SECONDS = 5.0
 """How long a sample without max_tokens may take before the log explains why."""
 
@@ -54,6 +65,7 @@ class SamplingClient(Connected):
         """Pickle the connection settings and the weights' reference; the copy opens its own connection."""
         return _restore, (self.transport.connection, self.model)
 
+    @_hinted
     def sample(
         self,
         prompt: Tokens,
@@ -85,6 +97,7 @@ class SamplingClient(Connected):
 
     sample_async = awaitable(sample)
 
+    @_hinted
     def sample_stream(
         self, prompt: Tokens, num_samples: int = 1, sampling_params: SamplingParams | None = None
     ) -> SampleStream:

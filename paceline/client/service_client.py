@@ -11,12 +11,14 @@ from uuid import uuid4
 from paceline import codec, errors
 from paceline.client.catalog import Catalog
 from paceline.client.connection import Connection, RetryPolicy, Timeouts, make_connection, make_tls
+from paceline.client.results import path_of
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.training_client import TrainingClient
 from paceline.client.transport import Transport, blocking
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
+from paceline.types import Checkpoint, FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
+from paceline.types.hints import hinted
 from paceline.types.training import as_names
 
 MAX_IN_FLIGHT = 500
@@ -44,6 +46,13 @@ class ServiceClient(Catalog):
     max_in_flight: how many calls may be in flight at the same time, 1 or more; further calls wait.
     """
 
+    @hinted(
+        base_url="address=..., host:port",
+        url="address=..., host:port",
+        host="address=..., host:port",
+        key="api_key=...",
+        timeout="timeouts=Timeouts(...)",
+    )
     def __init__(
         self,
         address: str | None = None,
@@ -66,6 +75,15 @@ class ServiceClient(Catalog):
         """Pickle the connection settings; the copy opens its own connection."""
         return _restore, (type(self), self.transport.connection)
 
+    @hinted(
+        model="base_model=...",
+        model_name="base_model=...",
+        lora_rank="rank=...",
+        r="rank=...",
+        lora_alpha="alpha=...",
+        lora_dropout="dropout=...",
+        metadata="user_metadata=...",
+    )
     async def create_lora_training_client_async(
         self,
         base_model: str = "",
@@ -126,18 +144,18 @@ class ServiceClient(Catalog):
 
     create_full_training_client = blocking(create_full_training_client_async)
 
-    async def create_training_client_from_state_async(self, path: str) -> TrainingClient:
+    async def create_training_client_from_state_async(self, path: str | Checkpoint) -> TrainingClient:
         """Create a run with a checkpoint's configuration and weights, and a fresh optimizer.
 
         The checkpoint's run may have been deleted. Errors: InvalidPath, CheckpointNotFound, ModelNotFound.
         """
-        return await self._from_state(path, with_optimizer=False)
+        return await self._from_state(path_of(path), with_optimizer=False)
 
     create_training_client_from_state = blocking(create_training_client_from_state_async)
 
-    async def create_training_client_from_state_with_optimizer_async(self, path: str) -> TrainingClient:
+    async def create_training_client_from_state_with_optimizer_async(self, path: str | Checkpoint) -> TrainingClient:
         """Like `create_training_client_from_state`, but also restore optimizer, step, RNG and pending gradient."""
-        return await self._from_state(path, with_optimizer=True)
+        return await self._from_state(path_of(path), with_optimizer=True)
 
     create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
 
@@ -153,14 +171,21 @@ class ServiceClient(Catalog):
 
     get_training_client = blocking(get_training_client_async)
 
+    @hinted(
+        model="base_model=... for the base model, or run_id=...",
+        path="model_path=...",
+        checkpoint="model_path=...",
+        model_name="base_model=...",
+    )
     def create_sampling_client(
-        self, model_path: str = "", *, run_id: str = "", version: int | None = None, base_model: str = ""
+        self, model_path: str | Checkpoint = "", *, run_id: str = "", version: int | None = None, base_model: str = ""
     ) -> SamplingClient:
         """Return a client that samples from a checkpoint, a run's version or, with neither, the base model.
 
         `version` None means the newest at each call. Makes no call itself. Errors: InvalidArgument if more than one is
         named, InvalidPath, RunNotFound for what no run id looks like.
         """
+        model_path = path_of(model_path)
         if sum(map(bool, (model_path, run_id, base_model))) > 1 or (version is not None and not run_id):
             raise errors.InvalidArgument(
                 "name one of model_path, run_id (with or without version) and base_model", field="model"

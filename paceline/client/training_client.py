@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from paceline import codec, errors
@@ -10,7 +11,7 @@ from paceline.client.batching import make_batch
 from paceline.client.commands import CommandQueue
 from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture, awaitable
-from paceline.client.results import PublishResult, publish_result_from_proto
+from paceline.client.results import PublishResult, path_of, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.tokenizer import get_tokenizer
 from paceline.client.transport import Connected, Transport, blocking
@@ -29,6 +30,7 @@ from paceline.types import (
     Reduction,
     Run,
 )
+from paceline.types.hints import hinted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +45,13 @@ _ACK_POLICIES: dict[str, pb.AckPolicy.ValueType] = {
     "any": pb.ACK_POLICY_ANY,
     "none": pb.ACK_POLICY_NONE,
 }
+_pass_hints = hinted(
+    loss="loss_fn=...",
+    loss_config="loss_fn_config=...",
+    config="loss_fn_config=...",
+    datums="data=...",
+    batch="data=...",
+)
 _MAX_ACK_SECONDS = 86400.0
 """The contract's bound of PublishWeightsRequest.ack_timeout_ms."""
 _REDUCTIONS: dict[str, Reduction] = {reduction.name.lower(): reduction for reduction in Reduction}
@@ -78,6 +87,7 @@ class TrainingClient(Connected):
             f"ServiceClient().get_training_client({self.run_id!r}) there"
         )
 
+    @_pass_hints
     def forward(
         self,
         data: Sequence[Datum],
@@ -90,6 +100,7 @@ class TrainingClient(Connected):
 
     forward_async = awaitable(forward)
 
+    @_pass_hints
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -133,6 +144,11 @@ class TrainingClient(Connected):
 
     forward_backward_custom_async = awaitable(forward_backward_custom)
 
+    @hinted(
+        **{each.name: f"AdamParams({each.name}=...)" for each in fields(AdamParams)},
+        lr="AdamParams(learning_rate=...)",
+        adam_params="params=...",
+    )
     def optim_step(self, params: OptimizerParams | None = None) -> PacelineFuture[OptimStepOutput]:
         """Apply the accumulated gradient with the optimizer of `params`, AdamW by default, and clear the gradient.
 
@@ -168,7 +184,7 @@ class TrainingClient(Connected):
 
     save_weights_for_sampler_async = awaitable(save_weights_for_sampler)
 
-    def load_state(self, path: str) -> PacelineFuture[Run]:
+    def load_state(self, path: str | Checkpoint) -> PacelineFuture[Run]:
         """Load a checkpoint's weights, with a fresh optimizer. Later commands are sent once it is answered.
 
         Errors: InvalidPath, CheckpointNotFound, CheckpointMismatch, ChecksumMismatch.
@@ -177,7 +193,7 @@ class TrainingClient(Connected):
 
     load_state_async = awaitable(load_state)
 
-    def load_state_with_optimizer(self, path: str) -> PacelineFuture[Run]:
+    def load_state_with_optimizer(self, path: str | Checkpoint) -> PacelineFuture[Run]:
         """Like `load_state` from a state checkpoint, but also restore optimizer, step, RNG and pending gradient.
 
         Restores a run after RunStateLost; `error.metadata["checkpoint"]` is the path of the newest state checkpoint.
@@ -221,9 +237,9 @@ class TrainingClient(Connected):
 
     save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
-    def create_sampling_client(self, path: str) -> SamplingClient:
+    def create_sampling_client(self, path: str | Checkpoint) -> SamplingClient:
         """Return a client that samples from a sampler checkpoint. Makes no call itself. Errors: InvalidPath."""
-        return SamplingClient(self.transport, ModelRef(checkpoint=str(CheckpointPath.parse(path))))
+        return SamplingClient(self.transport, ModelRef(checkpoint=str(CheckpointPath.parse(path_of(path)))))
 
     async def get_info_async(self) -> Run:
         """Return the run's current record. Errors: RunNotFound."""
@@ -257,8 +273,10 @@ class TrainingClient(Connected):
             self.transport.trainer.SaveCheckpoint, request, lambda reply: codec.checkpoint_from_proto(reply.checkpoint)
         )
 
-    def _load(self, path: str, *, with_optimizer: bool) -> PacelineFuture[Run]:
-        request = codec.make(pb.LoadCheckpointRequest, run_id=self.run_id, path=path, with_optimizer=with_optimizer)
+    def _load(self, path: str | Checkpoint, *, with_optimizer: bool) -> PacelineFuture[Run]:
+        request = codec.make(
+            pb.LoadCheckpointRequest, run_id=self.run_id, path=path_of(path), with_optimizer=with_optimizer
+        )
         return self._queue.put_one(
             self.transport.trainer.LoadCheckpoint,
             request,

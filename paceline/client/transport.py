@@ -217,7 +217,9 @@ class Transport:
         try:
             OWNER.check()
             if not self._stop.alive:
-                raise errors.Cancelled("the client is closed")
+                raise errors.Cancelled(
+                    "the client is closed; make calls inside its `with` block, or create another ServiceClient"
+                )
         except errors.PacelineError:
             work.close()
             raise

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from paceline.errors import InvalidArgument
+from paceline.types.hints import hinted_fields
+
+_hinted = hinted_fields(
+    lr="learning_rate=...",
+    betas="beta1=... and beta2=...",
+    epsilon="eps=...",
+    grad_clip="grad_clip_norm=...",
+    max_grad_norm="grad_clip_norm=...",
+)
 
 
+@_hinted
 @dataclass(frozen=True, slots=True)
 class AdamParams:
     """Settings of AdamW for one step (arXiv 1711.05101). The defaults are those of Tinker's API."""
@@ -22,16 +32,19 @@ class AdamParams:
     """Scale the gradient down to this norm; 0 is off."""
 
 
+@_hinted
 @dataclass(frozen=True, slots=True)
 class Adam8bitParams(AdamParams):
     """Settings of AdamW with 8-bit moments (arXiv 2110.02861)."""
 
 
+@_hinted
 @dataclass(frozen=True, slots=True)
 class AdamCpuParams(AdamParams):
     """Settings of AdamW with its moments in host memory; takes the same steps as AdamW."""
 
 
+@_hinted
 @dataclass(frozen=True, slots=True)
 class AdafactorParams:
     """Settings of Adafactor for one step (arXiv 1804.04235, algorithms 4 and 5), without momentum."""
@@ -54,6 +67,7 @@ class AdafactorParams:
     """Scale the gradient down to this norm; 0 is off."""
 
 
+@_hinted
 @dataclass(frozen=True, slots=True)
 class ApolloParams:
     """Settings of APOLLO for one step (arXiv 2412.05270), with a learning rate per channel."""
@@ -77,6 +91,7 @@ class ApolloParams:
     """Seed of the projections."""
 
 
+@_hinted
 @dataclass(frozen=True, slots=True)
 class ApolloMiniParams:
     """Settings of APOLLO-Mini for one step (arXiv 2412.05270), with rank 1 and a learning rate per matrix."""

@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from paceline.errors import InvalidArgument
+from paceline.types.hints import hinted_fields
 from paceline.types.model import ServedModel
 from paceline.types.training import Array, ComparedByValue
 
@@ -24,6 +25,15 @@ class StopReason(Enum):
     """The server ended it early."""
 
 
+@hinted_fields(
+    max_new_tokens="max_tokens=...",
+    n="num_samples=... to sample()",
+    num_samples="num_samples=... to sample()",
+    do_sample="temperature=0 for greedy sampling",
+    stop_sequences="stop=...",
+    top_logprobs="topk_logprobs=... to sample()",
+    logprobs="nothing: the answer has the log-probabilities of the sampled tokens",
+)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens."""

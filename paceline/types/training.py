@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import EmptyBatch, InvalidArgument, InvalidDtype, InvalidShape, OutOfRange, UnknownField
+from paceline.types.hints import hinted
 
 Array = NDArray[Any]
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
@@ -85,6 +86,12 @@ class Datum(ComparedByValue):
     weights may both have shape [N, K]: K targets per position, each with its weight.
     """
 
+    @hinted(
+        **{name: f'loss_inputs={{"{name}": ...}}' for name in LOSS_INPUTS},
+        input_ids="model_input=...",
+        tokens="model_input=...",
+        labels='loss_inputs={"target_tokens": ...}, shifted by one',
+    )
     def __init__(self, model_input: ArrayLike, loss_inputs: Mapping[str, ArrayLike] | None = None) -> None:
         if not isinstance(loss_inputs, Mapping | None):
             message = f"is a {type(loss_inputs).__name__}; give a dict of names and arrays"
@@ -305,6 +312,7 @@ def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     Raises InvalidDtype for text, other non-numbers, and fractions where integers are required, InvalidShape for rows
     of different lengths, OutOfRange for integers that do not fit `dtype`.
     """
+    values = _ids_of(values, field)
     if isinstance(values, np.ndarray):
         is_converted = values.dtype.kind + dtype.kind in _CONVERTED_KINDS
         return values.astype(dtype, copy=False) if is_converted else values
@@ -313,7 +321,8 @@ def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     try:
         array = np.asarray(_from_torch(values))
     except (TypeError, ValueError, OverflowError) as problem:
-        raise InvalidShape(f"is not an array of numbers: {problem}", field=field) from problem
+        reason = "its rows differ in length" if "inhomogeneous" in str(problem) else str(problem)
+        raise InvalidShape(f"is not an array of numbers: {reason}; give one sequence", field=field) from problem
     return _cast(array, dtype, field)
 
 
@@ -321,10 +330,37 @@ def as_tokens(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     """Convert to an array of token ids, shape [N]. Raises what `as_array` raises, InvalidShape, InvalidDtype."""
     array = as_array(values, dtype, field)
     if array.ndim != 1:
-        raise InvalidShape(f"is {list(array.shape)}; give one dimension", field=field)
+        several = f": it holds {len(array)} sequences, give one of them" if array.ndim == 2 else ""
+        is_one = array.ndim == 0
+        shape = (
+            "is one number; give a list of them" if is_one else f"is {list(array.shape)}; give one dimension{several}"
+        )
+        raise InvalidShape(shape, field=field)
     if array.dtype.kind not in "iu":
         raise InvalidDtype(f"holds {_describe(array)}; {_ENCODE if _is_text(array) else 'give integers'}", field=field)
     return array
+
+
+def _ids_of(values: Any, field: str) -> Any:
+    """Return the token ids of what a tokenizer returned for one text; anything else as it is.
+
+    `tokenizer(text)` and `apply_chat_template` return a mapping with `input_ids`, a list or, with `return_tensors`, one
+    row. Raises InvalidShape for several sequences, InvalidArgument for padding and for other mappings.
+    """
+    if isinstance(values, list | tuple) and values and isinstance(values[0], Mapping):
+        message = "is a list of mappings; give one text's token ids, of messages `apply_chat_template(messages)`"
+        raise InvalidArgument(message, field=field)
+    if not isinstance(values, Mapping):
+        return values
+    if "input_ids" not in values:
+        raise InvalidArgument(f"is a {type(values).__name__} without input_ids; give the numbers alone", field=field)
+    ids, mask = _from_torch(values["input_ids"]), _from_torch(values.get("attention_mask"))
+    rows = [ids] if len(ids) == 0 or isinstance(ids[0], Integral) else ids
+    if len(rows) != 1:
+        raise InvalidShape(f"holds {len(rows)} sequences; give one at a time, .input_ids[0] for the first", field=field)
+    if mask is not None and not np.all(np.asarray(mask)):
+        raise InvalidArgument("is padded; tokenize one text without padding, and give its .input_ids", field=field)
+    return rows[0]
 
 
 def as_names(values: Iterable[str], field: str) -> tuple[str, ...]:
@@ -366,6 +402,8 @@ def _refusal_of_objects(array: NDArray[Any], dtype: np.dtype[Any], field: str) -
 
 def _check_integers(array: NDArray[Any], dtype: np.dtype[Any], field: str) -> None:
     limits = np.iinfo(dtype)
+    if array.dtype.kind == "b" and dtype.kind == "i":
+        raise InvalidDtype("holds bool; give token ids", field=field)
     if not (np.isfinite(array).all() and (array == np.trunc(array)).all()):
         raise InvalidDtype(f"holds fractions, {_describe(array)}; give integers", field=field)
     if array.min() < limits.min or array.max() > limits.max:

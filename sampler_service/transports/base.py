@@ -228,7 +228,7 @@ def foreign(ref: ModelRef) -> errors.NotFound:
     """Return the error for another tenant's weights: the same as for a run or a checkpoint that does not exist."""
     if ref.checkpoint:
         return absent(ref)
-    return errors.RunNotFound("no such run", field="model.version.run_id")
+    return errors.RunNotFound.of(ref.run_id, field="model.version.run_id")
 
 
 @asynccontextmanager

@@ -1,11 +1,16 @@
 """Arguments of the client that cannot be sent: each is refused by its name before anything is sent."""
 
 import asyncio
+from datetime import UTC, datetime
 
+import numpy as np
 import pytest
+import torch
 from support.stacks.toy_trainer import make_data
+from transformers import BatchEncoding
 
-from paceline import AdamParams, SamplingParams, ServiceClient, errors
+from paceline import AdamParams, Checkpoint, CheckpointKind, Datum, SamplingParams, ServiceClient, errors
+from paceline.layout import check_run_id
 
 
 @pytest.fixture
@@ -120,3 +125,85 @@ async def test_a_command_whose_arguments_cannot_be_sent_uses_up_no_place_in_the_
     assert caught.value.field == "adamw.learning_rate"
     await training.forward(make_data())
     assert server.trainer.executed == ["ForwardBackward"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        BatchEncoding({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}),
+        BatchEncoding({"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}),
+        {"input_ids": np.array([1, 2, 3])},
+    ],
+)
+async def test_what_a_tokenizer_returns_for_one_text_is_a_prompt_and_a_datums_tokens(client, prompt):
+    sampling = client.create_sampling_client()
+    params = SamplingParams(max_tokens=2, seed=1)
+    one, other = await sampling.sample(prompt, 1, params), await sampling.sample([1, 2, 3], 1, params)
+    assert one == other
+    assert Datum(prompt).model_input.tolist() == [1, 2, 3]
+    assert len(Datum.from_completion(prompt, prompt).model_input) == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (BatchEncoding({"input_ids": [[1, 2], [3, 4]]}), r"holds 2 sequences; give one at a time, \.input_ids\[0\]"),
+        (BatchEncoding({"input_ids": [0, 1], "attention_mask": [0, 1]}), "is padded; tokenize one text without"),
+        ({"tokens": [1]}, "is a dict without input_ids"),
+        ([{"role": "user", "content": "x"}], "is a list of mappings; .*apply_chat_template"),
+        (torch.tensor([[1, 2]]), "it holds 1 sequences, give one of them"),
+        (np.int64(5), "is one number; give a list of them"),
+        ([[1, 2], [3]], "its rows differ in length; give one sequence"),
+        ([True, False], "holds bool; give token ids"),
+        ("text", "is text; give token ids"),
+    ],
+)
+async def test_what_is_not_one_sequence_of_tokens_is_refused_with_what_to_give(client, prompt, told):
+    with pytest.raises(errors.InvalidArgument, match=told) as caught:
+        client.create_sampling_client().sample(prompt)
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda client, _: client.create_sampling_client().sample([1], max_tokens=3), r"SamplingParams\(max_tokens="),
+        (lambda client, _: client.create_sampling_client().sample_stream([1], n=3), "give num_samples="),
+        (lambda client, _: client.create_sampling_client(model="x"), "give base_model="),
+        (lambda client, _: client.create_lora_training_client(lora_rank=3), "give rank="),
+        (lambda client, training: training.optim_step(lr=1e-4), r"give AdamParams\(learning_rate="),
+        (lambda client, training: training.forward(make_data(), loss="ppo"), "give loss_fn="),
+        (lambda *_: AdamParams(lr=1e-4), "AdamParams has no argument 'lr'; give learning_rate="),
+        (lambda *_: SamplingParams(temprature=1), r"did you mean temperature\?"),
+        (lambda *_: Datum([1], target_tokens=[1]), 'give loss_inputs={"target_tokens"'),
+        (lambda *_: ServiceClient(base_url="x"), "ServiceClient has no argument 'base_url'; give address="),
+        (lambda *_: AdamParams(nothing_like_it=1), "it has learning_rate, beta1"),
+    ],
+)
+async def test_an_argument_that_does_not_exist_is_refused_with_what_to_write_instead(client, training, call, told):
+    with pytest.raises(TypeError, match=told):
+        await asyncio.to_thread(call, client, training)
+
+
+async def test_a_checkpoint_is_taken_where_its_path_is_and_a_future_names_its_result(client, training):
+    path = f"paceline://{RUN}/sampler/a"
+    checkpoint = Checkpoint(path, RUN, CheckpointKind.SAMPLER, "a", 1, 1, "", datetime.now(UTC))
+    assert client.create_sampling_client(checkpoint).model == client.create_sampling_client(path).model
+    assert training.create_sampling_client(checkpoint).model.checkpoint == path
+    future = training.forward(make_data())
+    for call in (training.load_state, client.create_sampling_client, client.create_training_client_from_state):
+        with pytest.raises(errors.InvalidArgument, match=r"is of type PacelineFuture; give what its \.result\(\)"):
+            await asyncio.to_thread(call, future)
+    await future
+
+
+async def test_a_closed_client_says_what_to_do(server):
+    async with ServiceClient(server.address) as client:
+        sampling = client.create_sampling_client()
+    with pytest.raises(errors.Cancelled, match="is closed; make calls inside its `with` block"):
+        sampling.sample([1])
+
+
+def test_a_run_that_does_not_exist_is_named():
+    with pytest.raises(errors.RunNotFound, match="no such run: my-run"):
+        check_run_id("my-run")

@@ -142,7 +142,7 @@ class RunRegistry:
                 message = f"the run cannot be read and its files were left unchanged ({reason})"
                 remedy = "restore them, then restart the trainer"
                 raise errors.RunStateLost(f"{message}; {remedy}", field="run_id", metadata={"checkpoint": ""})
-        raise errors.RunNotFound("no such run", field="run_id")
+        raise errors.RunNotFound.of(run_id, field="run_id")
 
     def owned_by(self, identity: Identity) -> list[RunRecord]:
         """Return the caller's runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
 
@@ -81,7 +82,9 @@ def resolve_loss(name: str, config: Mapping[str, float]) -> ResolvedLoss:
     Raises UnknownLoss, or UnknownField, NonFinite or OutOfRange, naming the setting.
     """
     if name not in LOSS_SPECS:
-        raise UnknownLoss(f"no such loss; choose one of {', '.join(LOSS_SPECS)}.", field="loss_fn")
+        near = get_close_matches(name, LOSS_SPECS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(LOSS_SPECS)}"
+        raise UnknownLoss(f"no such loss: {name[:100]}; {hint}", field="loss_fn")
     spec = LOSS_SPECS[name]
     for setting, value in config.items():
         _check_setting(spec, setting, value)

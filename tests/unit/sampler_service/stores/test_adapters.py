@@ -286,7 +286,7 @@ async def test_only_the_owner_and_services_may_use_a_version(setup):
     for _ in range(2):  # not loaded, then loaded
         with pytest.raises(errors.RunNotFound) as failure:
             await use(registry, ref, "stranger")
-        assert str(failure.value) == "model.version.run_id: no such run"
+        assert str(failure.value).startswith(f"model.version.run_id: no such run: {ref.run_id}; ")
         assert (await use(registry, ref, PEER_TENANT)).served.version == 1
     with pytest.raises(errors.VersionNotFound):
         registry.unload(ref, "stranger")
