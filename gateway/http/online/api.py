@@ -171,7 +171,7 @@ class OnlineApi:
         if model is None:
             if old is not None:
                 await self._close(old)
-            model = await self._store.add_model(tenant, request.model, uuid4().hex, optimizer, lora, instead_of=old)
+            model = await self._add_model(tenant, request.model, optimizer, lora, old)
         try:
             return await self._learner(model).begin(base_model)
         except errors.PacelineError as error:
@@ -180,6 +180,38 @@ class OnlineApi:
                 await self._close(model)
                 await self._store.forget_model(model)
             raise
+
+    async def _add_model(
+        self, tenant: str, name: str, optimizer: str, lora: Mapping[str, Any], old: OnlineModel | None
+    ) -> OnlineModel:
+        """Store a new model. At the tenant's limit those whose runs were deleted make room, oldest first."""
+        while True:
+            try:
+                return await self._store.add_model(tenant, name, uuid4().hex, optimizer, lora, instead_of=old)
+            except errors.QuotaExceeded:
+                if not await self._make_room(tenant):
+                    raise
+
+    async def _make_room(self, tenant: str) -> bool:
+        """Forget the tenant's oldest model that has neither a run nor waiting examples; return whether there was one.
+
+        A model that a request creates or trains just now is left alone.
+        """
+        # Models first: their runs were made before they were recorded, so what the later list lacks was deleted.
+        models = self._store.models(tenant)
+        runs = {run.run_id for run in await self._models.runs(tenant)}
+        for model in models:
+            turn = self._names.setdefault((tenant, model.name), asyncio.Lock())
+            if model.run_id in runs or turn.locked():
+                continue
+            async with turn:
+                now = self._store.model(tenant, model.name)
+                if now != model or now.waiting:
+                    continue
+                await self._close(model)
+                await self._store.forget_model(model)
+                return True
+        return False
 
     async def _close(self, model: OnlineModel) -> None:
         if learner := self._learners.pop(model.model_id, None):

@@ -22,6 +22,12 @@ from paceline import errors
 FORMAT = 1
 MOST_WAITING_BYTES = 1 << 30
 """Most bytes of a tenant's examples that are not trained on yet."""
+MOST_SETTLED = 1_000_000
+"""Settled examples of a tenant that are known again when they are posted again, those that were posted last."""
+TRIM_EVERY = 10_000
+"""Examples of a tenant that are settled between two deletions of those beyond."""
+MOST_MODELS = 1_000
+"""Models of a tenant."""
 _MOST_DATUMS = 256
 """Most datums of a batch; a single example may have more."""
 
@@ -143,8 +149,9 @@ class OnlineStore(Database):
         return _model(row) if row else None
 
     def models(self, tenant: str | None = None) -> list[OnlineModel]:
-        """Return a tenant's models, or those of all tenants."""
-        return [_model(row) for row in self.rows("SELECT * FROM models WHERE tenant = ?1 OR ?1 IS NULL", tenant)]
+        """Return a tenant's models, or those of all tenants, oldest first."""
+        sql = "SELECT * FROM models WHERE tenant = ?1 OR ?1 IS NULL ORDER BY model_id"
+        return [_model(row) for row in self.rows(sql, tenant)]
 
     def again(self, model: OnlineModel) -> OnlineModel:
         """Return the current state of a model. Raises ModelNotFound if it was removed."""
@@ -166,9 +173,19 @@ class OnlineStore(Database):
         lora: Mapping[str, Any],
         instead_of: OnlineModel | None = None,
     ) -> OnlineModel:
-        """Store a new model, which has no run yet; with the waiting examples of the model that it replaces, if any."""
+        """Store a new model, which has no run yet; with the waiting examples of the model that it replaces, if any.
+
+        Raises QuotaExceeded if it replaces none and the tenant has MOST_MODELS.
+        """
 
         def add(connection: sqlite3.Connection) -> None:
+            ((count,),) = connection.execute("SELECT COUNT(*) FROM models WHERE tenant = ?", (tenant,)).fetchall()
+            if count >= MOST_MODELS and instead_of is None:
+                raise errors.QuotaExceeded(
+                    f"this tenant has {count} models, as many as it may have: delete the runs of some, or post to one",
+                    field="model",
+                    metadata={"quota": "online_models", "used": str(count), "limit": str(MOST_MODELS)},
+                )
             if instead_of is not None:
                 connection.execute("DELETE FROM models WHERE model_id = ?", (instead_of.model_id,))
             sql = "INSERT INTO models (tenant, name, request_id, optimizer, lora, created) VALUES (?, ?, ?, ?, ?, ?)"
@@ -369,6 +386,22 @@ def _settle(connection: sqlite3.Connection, model: OnlineModel, batch: int, sett
     connection.execute(sql, (count, count, size, model.model_id))
     if settled.problem and count:
         connection.execute("UPDATE models SET problem = ? WHERE model_id = ?", (settled.problem, model.model_id))
+    sql = "SELECT COALESCE(SUM(trained + failed), 0) FROM models WHERE tenant = ?"
+    ((ended,),) = connection.execute(sql, (model.tenant,)).fetchall()
+    if ended // TRIM_EVERY != (ended - count) // TRIM_EVERY:
+        _trim_settled(connection, model.tenant)
+
+
+def _trim_settled(connection: sqlite3.Connection, tenant: str) -> None:
+    """Delete all but a tenant's newest settled examples."""
+    settled = (ExampleState.TRAINED, ExampleState.FAILED, ExampleState.UNSURE)
+    # Counted by the index, but found by their numbers, oldest first (+ keeps the index out): nothing is sorted.
+    where = "WHERE {}model_id IN (SELECT model_id FROM models WHERE tenant = ?) AND {}state IN (?, ?, ?)"
+    sql = f"SELECT COUNT(*) FROM examples {where.format('', '')}"  # noqa: S608
+    ((count,),) = connection.execute(sql, (tenant, *settled)).fetchall()
+    sql = f"SELECT number FROM examples {where.format('+', '+')} ORDER BY number LIMIT ?"  # noqa: S608
+    found = connection.execute(sql, (tenant, *settled, max(0, count - MOST_SETTLED))).fetchall()
+    connection.executemany("DELETE FROM examples WHERE number = ?", found)
 
 
 def _model(row: sqlite3.Row) -> OnlineModel:

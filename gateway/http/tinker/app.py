@@ -20,6 +20,7 @@ from gateway.http.tinker.retirement import Retirement
 from gateway.http.tinker.sampling import Sampling
 from gateway.http.tinker.sessions import Sessions
 from gateway.http.tinker.store import Store
+from gateway.http.tinker.tidying import Tidying
 from gateway.http.tinker.training import Training
 from gateway.settings import GatewaySettings
 from paceline import errors
@@ -74,15 +75,16 @@ class TinkerApi:
         sending = replace(services, waiting_bytes=WaitingBytes())
         self._retirement = Retirement(sending, self._store)
         self._sessions.on_over = self._retirement.wake
+        self.models = Models(services, names, aliases)
+        """Resolves names, Tinker's among them, for the other APIs too."""
+        self._tidying = Tidying(self.models, self._store)
         self._training = training = Training(
-            sending, self._store, names, aliases, self._retirement, self._futures, max_bytes
+            sending, self._store, names, aliases, self._retirement, self._tidying, self._futures, max_bytes
         )
         seeds = read_or_make_secret(state / "seeds.secret")
         sampling = Sampling(sending, self._store, aliases, self._futures, seeds)
         signing = read_or_make_secret(state / "downloads.secret")
         self.downloads = downloads = Downloads(services, signing, settings.http_public_url, authenticators)
-        self.models = Models(services, names, aliases)
-        """Resolves names, Tinker's among them, for the other APIs too."""
         data_plane = DataPlane(
             self._store,
             self._sessions,
@@ -119,6 +121,7 @@ class TinkerApi:
         await self._futures.close()
         await self._training.close()
         await self._retirement.close()
+        await self._tidying.close()
         self._store.close()
 
 

@@ -102,8 +102,7 @@ class Catalog:
             listed += [model_of(run) for run in await self.models.runs(tenant) if run.run_id not in known]
             page, cursor = _page(listed, limit, offset)
             checkpoints = await self.models.checkpoints(tenant)
-            runs = [self._training_run(model, checkpoints) for model in page]
-            return {"training_runs": runs, "cursor": cursor}
+            return {"training_runs": self._training_runs(tenant, page, checkpoints), "cursor": cursor}
 
         @router.get("/training_runs/{model_id}")
         async def training_run(request: Request, model_id: str) -> dict[str, Any]:
@@ -112,7 +111,9 @@ class Catalog:
                 model = model_of(await self.models.run(tenant, model_id))
             else:
                 model = self.names.model(tenant, model_id)
-            return self._training_run(model, await self.models.checkpoints(tenant, model.run_id))
+            checkpoints = await self.models.checkpoints(tenant, model.run_id)
+            (run,) = self._training_runs(tenant, [model], checkpoints)
+            return run
 
     def _add_checkpoints(self, router: APIRouter) -> None:
         @router.get("/checkpoints")
@@ -189,13 +190,25 @@ class Catalog:
                 "display_name": found.display_name,
             }
 
-    def _training_run(self, model: Model, checkpoints: Iterable[Checkpoint]) -> dict[str, Any]:
-        mine = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == model.run_id]
-        attached = self.store.checkpoint_metadata(model.tenant)
-        newest = {
-            kind: next((self._as_json(one, attached) for one in mine if one.kind is kind), None)
-            for kind in CheckpointKind
-        }
+    def _training_runs(
+        self, tenant: str, models: Iterable[Model], checkpoints: Iterable[Checkpoint]
+    ) -> list[dict[str, Any]]:
+        attached, newest = self.store.checkpoint_metadata(tenant), dict[tuple[str, CheckpointKind], Checkpoint]()
+        for checkpoint in checkpoints:
+            newest.setdefault((checkpoint.run_id, checkpoint.kind), checkpoint)
+
+        def last(model: Model, kind: CheckpointKind) -> dict[str, Any] | None:
+            found = newest.get((model.run_id, kind))
+            return self._as_json(found, attached) if found else None
+
+        return [
+            self._training_run(model, last(model, CheckpointKind.STATE), last(model, CheckpointKind.SAMPLER))
+            for model in models
+        ]
+
+    def _training_run(
+        self, model: Model, state: dict[str, Any] | None, sampler: dict[str, Any] | None
+    ) -> dict[str, Any]:
         return {
             "training_run_id": model.model_id,
             "base_model": model.base_model,
@@ -204,8 +217,8 @@ class Catalog:
             "lora_rank": model.lora.get("rank"),
             "corrupted": False,
             "last_request_time": _moment(model.used),
-            "last_checkpoint": newest[CheckpointKind.STATE],
-            "last_sampler_checkpoint": newest[CheckpointKind.SAMPLER],
+            "last_checkpoint": state,
+            "last_sampler_checkpoint": sampler,
             "user_metadata": model.user_metadata,
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import time
@@ -198,8 +198,7 @@ class Store(Database):
         """
 
         def add(connection: sqlite3.Connection) -> None:
-            sql = "SELECT COUNT(*) FROM sessions WHERE tenant = ?"
-            ((count,),) = connection.execute(sql, (session.tenant,)).fetchall()
+            count = _count(connection, "sessions", session.tenant)
             if count >= MOST_SESSIONS and not _forget_session(connection, session.tenant):
                 raise errors.QuotaExceeded(
                     f"{count} sessions of this tenant are open, as many as it may have: finish some",
@@ -220,9 +219,14 @@ class Store(Database):
         sql = "UPDATE sessions SET ended = ? WHERE session_id = ? AND ended IS NULL"
         await self.write(sql, now, session_id)
 
-    async def add_model(self, model: Model) -> None:
-        """Store a new model; repeating it has no effect."""
-        await self._insert("INSERT OR IGNORE INTO models", model)
+    async def add_model(self, model: Model) -> int:
+        """Store a new model and return how many the tenant has; repeating it has no effect."""
+
+        def add(connection: sqlite3.Connection) -> int:
+            _insert(connection, "INSERT OR IGNORE INTO models", model)
+            return _count(connection, "models", model.tenant)
+
+        return await self.do(add)
 
     async def end_model(self, model_id: str) -> None:
         """Record that a model's run was deleted."""
@@ -292,16 +296,30 @@ class Store(Database):
         await self.write("DELETE FROM futures WHERE done < ?", before)
         await self.do(lambda connection: connection.execute("PRAGMA incremental_vacuum(16384)").fetchall())
 
-    async def keep_checkpoint_metadata(self, checkpoint: Checkpoint, tenant: str, metadata: Mapping[str, str]) -> None:
-        """Store the metadata that a client attached to a checkpoint, and delete that of earlier saves to its path."""
+    async def keep_checkpoint_metadata(self, checkpoint: Checkpoint, tenant: str, metadata: Mapping[str, str]) -> int:
+        """Store the metadata that a client attached to a checkpoint, and delete that of earlier saves to its path.
+
+        Returns of how many checkpoints the tenant has metadata if they are more than before, otherwise 0.
+        """
         key = save_of(checkpoint)
 
-        def keep(connection: sqlite3.Connection) -> None:
-            connection.execute("DELETE FROM checkpoints WHERE path >= ? AND path < ?", (checkpoint.path, key))
+        def keep(connection: sqlite3.Connection) -> int:
+            sql = "DELETE FROM checkpoints WHERE path >= ? AND path <= ?"
+            earlier = connection.execute(sql, (checkpoint.path, key)).rowcount
             values = (key, tenant, json.dumps(metadata))
-            connection.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", values)
+            connection.execute("INSERT INTO checkpoints VALUES (?, ?, ?)", values)
+            return 0 if earlier else _count(connection, "checkpoints", tenant)
 
-        await self.do(keep)
+        return await self.do(keep)
+
+    async def forget(self, models: Iterable[str], saves: Iterable[str]) -> None:
+        """Delete models by their ids, and the metadata of checkpoints by `save_of`."""
+
+        def forget(connection: sqlite3.Connection) -> None:
+            connection.executemany("DELETE FROM models WHERE model_id = ?", [(each,) for each in models])
+            connection.executemany("DELETE FROM checkpoints WHERE path = ?", [(each,) for each in saves])
+
+        await self.do(forget)
 
     async def _insert(self, statement: str, record: Record) -> None:
         await self.do(lambda connection: _insert(connection, statement, record))
@@ -312,6 +330,12 @@ def _insert(connection: sqlite3.Connection, statement: str, record: Record) -> N
     values = [getattr(record, column.name) for column in fields(record)]
     values = [json.dumps(value) if isinstance(value, Mapping) else value for value in values]
     connection.execute(f"{statement} VALUES ({', '.join('?' * len(values))})", values)
+
+
+def _count(connection: sqlite3.Connection, table: str, tenant: str) -> int:
+    """Return the number of a tenant's rows in a table."""
+    ((count,),) = connection.execute(f"SELECT COUNT(*) FROM {table} WHERE tenant = ?", (tenant,)).fetchall()  # noqa: S608
+    return int(count)
 
 
 def _forget_session(connection: sqlite3.Connection, tenant: str) -> bool:

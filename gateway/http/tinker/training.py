@@ -20,6 +20,7 @@ from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
 from gateway.http.tinker.names import Aliases, Names, external_name, model_of
 from gateway.http.tinker.retirement import Retirement
 from gateway.http.tinker.store import Sampler, Store
+from gateway.http.tinker.tidying import Tidying
 from paceline import codec, errors
 from paceline.background import Background, uninterrupted
 from paceline.bodies import decoded
@@ -163,6 +164,7 @@ class Training:
         names: Names,
         aliases: Aliases,
         retirement: Retirement,
+        tidying: Tidying,
         futures: Futures,
         max_message_bytes: int,
     ) -> None:
@@ -172,6 +174,7 @@ class Training:
         self._names = names
         self._aliases = aliases
         self._retirement = retirement
+        self._tidying = tidying
         self._max_message_bytes = max_message_bytes
         self._changes = Background("a model was not created")
 
@@ -298,7 +301,8 @@ class Training:
         reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.SaveCheckpointResponse)
         saved = codec.checkpoint_from_proto(reply.checkpoint)
         if request.user_metadata:
-            await self._store.keep_checkpoint_metadata(saved, tenant, request.user_metadata)
+            rows = await self._store.keep_checkpoint_metadata(saved, tenant, request.user_metadata)
+            self._tidying.added(tenant, rows)
         path = self._names.tinker_path(CheckpointPath.parse(saved.path))
         return Result.of({"path": path, "size_bytes": saved.size_bytes, "type": type_name})
 
@@ -370,7 +374,7 @@ class Training:
             created=now,
             used=now,
         )
-        await self._store.add_model(model)
+        self._tidying.added(tenant, await self._store.add_model(model))
         return model.run_id
 
     async def _with_room(

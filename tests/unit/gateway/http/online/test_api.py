@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from support.patience import PATIENCE
 
 from gateway.http.edge import make_app
+from gateway.http.online import store
 from gateway.http.online.api import OnlineApi
 from paceline import errors
 from paceline.rpc.identity import Identity
@@ -87,9 +88,10 @@ class Trainer:
 
 
 class Models:
-    """A sampler that serves adapters of one base model."""
+    """A sampler that serves adapters of one base model, and the trainer's runs."""
 
-    def __init__(self):
+    def __init__(self, trainer):
+        self.trainer = trainer
         self.answers = asyncio.Event()
         """Set while the sampler answers."""
         self.answers.set()
@@ -97,6 +99,9 @@ class Models:
     async def served(self, tenant, name):
         await self.answers.wait()
         return "base"
+
+    async def runs(self, tenant):
+        return [SimpleNamespace(run_id=run_id) for run_id in self.trainer.runs]
 
     async def describe_sampler(self, tenant):
         await self.answers.wait()
@@ -112,8 +117,8 @@ def trainer():
 
 
 @pytest.fixture
-def models():
-    return Models()
+def models(trainer):
+    return Models(trainer)
 
 
 @pytest.fixture
@@ -352,3 +357,19 @@ async def test_a_first_request_that_is_refused_leaves_no_settings(app, trainer):
     trainer.is_full = False
     await train(app, SMALL)
     assert (await trained(app))["optimizer"] == "apollo_mini"
+
+
+async def test_models_whose_runs_were_deleted_make_room_unless_examples_wait(app, api, trainer, monkeypatch):
+    monkeypatch.setattr(store, "MOST_MODELS", 3)
+    for name in ("first", "second", "third"):
+        assert (await train(app, SMALL, model=name))[0] == 202
+    while any(learner.is_busy for learner in api._learners.values()):  # noqa: ASYNC110 - as callers do
+        await asyncio.sleep(0.001)
+    status, answer = await train(app, SMALL, model="fourth")
+    assert (status, answer["error"]["code"]) == (429, "QUOTA_EXCEEDED")
+    del trainer.runs["run-1"], trainer.runs["run-2"]
+    first = api._store.model("tenant", "first")
+    await api._store.add_examples(first, [store.NewExample(b"waits", 1, b"waits")], 1e-4, 1)
+    assert (await train(app, SMALL, model="fourth"))[0] == 202
+    assert [model.name for model in api._store.models("tenant")] == ["first", "third", "fourth"]
+    assert (await ask(app, "GET", "/train/status?model=second"))[0] == 404

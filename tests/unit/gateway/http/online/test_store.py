@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from gateway.http.online import store as store_module
 from gateway.http.online.store import Command, ExampleState, NewExample, OnlineStore, Settled
 from paceline import errors
 
@@ -55,6 +56,40 @@ async def test_an_example_is_taken_once(store, model):
     assert totals(store, model) == (0, 3, 0, 0)
     assert await store.add_examples(model, examples("a", "b", "c"), 1e-4, 8) == 0
     assert (store.again(model).tokens, store.again(model).loss, store.commands(model)) == (5, 1.0, [])
+
+
+async def train(store, model, *names):
+    """Train on examples, one batch each."""
+    for name in names:
+        assert await store.add_examples(model, examples(name), 1e-4, 1)
+        _, step = await issue(store, model, await store.next_batch(model, 1 << 20))
+        await store.answered(model, step, Settled(ExampleState.TRAINED))
+
+
+async def test_a_tenants_newest_examples_are_known_again_and_older_ones_take_no_room(store, model, monkeypatch):
+    monkeypatch.setattr(store_module, "MOST_SETTLED", 4)
+    monkeypatch.setattr(store_module, "TRIM_EVERY", 2)
+    other = await store.add_model("tenant", "other", "request", "apollo_mini", {})
+    stranger = await store.add_model("stranger", "online", "request", "apollo_mini", {})
+    await store.add_examples(model, examples("waits"), 1e-3, 1)
+    await train(store, stranger, "s")
+    for names in ("abcd", "efgh"):
+        await train(store, other, *names)
+    kept = [row[0].decode() for row in store.rows("SELECT digest FROM examples ORDER BY number")]
+    assert kept == ["waits", "s", *"efgh"]
+    assert await store.add_examples(other, examples(*"efgh"), 1e-4, 1) == 0
+    assert await store.add_examples(model, examples("waits"), 1e-3, 1) == 0
+    assert await store.add_examples(other, examples("a"), 1e-4, 1) == 1
+    assert store.again(other).trained == 8
+
+
+async def test_a_tenant_has_so_many_models(store, model, monkeypatch):
+    monkeypatch.setattr(store_module, "MOST_MODELS", 2)
+    second = await store.add_model("tenant", "second", "request", "apollo_mini", {})
+    with pytest.raises(errors.QuotaExceeded):
+        await store.add_model("tenant", "third", "request", "apollo_mini", {})
+    await store.add_model("tenant", "second", "request", "adamw", {}, instead_of=second)
+    await store.add_model("stranger", "third", "request", "apollo_mini", {})
 
 
 async def test_an_answer_settles_its_own_batch_alone(store, model):

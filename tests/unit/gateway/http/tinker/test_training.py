@@ -14,6 +14,7 @@ from gateway.http.tinker.futures import Futures
 from gateway.http.tinker.names import Aliases, Names
 from gateway.http.tinker.retirement import Retirement
 from gateway.http.tinker.store import Model, Store
+from gateway.http.tinker.tidying import Tidying
 from gateway.http.tinker.training import Adam, CreateModel, OptimStep, Training
 from paceline import errors
 from paceline.layout import new_run_id
@@ -31,7 +32,9 @@ def futures(tmp_path):
 @pytest.fixture
 def training(futures):
     store = futures._store
-    return Training(None, store, Names(store), Aliases(()), Retirement(None, store), futures, 1 << 20)
+    return Training(
+        None, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
+    )
 
 
 def test_a_batch_is_stored_with_its_inputs_in_order(training):
@@ -77,7 +80,9 @@ class Refusing:
 
 async def test_a_batch_that_is_refused_unread_uses_up_its_seq_id(futures):
     store, trainer = futures._store, Refusing()
-    training = Training(trainer, store, Names(store), Aliases(()), Retirement(None, store), futures, 1 << 20)
+    training = Training(
+        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
+    )
     await store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
     batch = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
     with pytest.raises(errors.OutOfRange):
@@ -99,7 +104,9 @@ class Slow:
 
 async def test_a_run_that_is_created_while_its_session_ends_has_a_model_so_that_it_can_be_deleted(futures):
     store, trainer = futures._store, Slow()
-    training = Training(trainer, store, Names(store), Aliases(()), Retirement(None, store), futures, 1 << 20)
+    training = Training(
+        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
+    )
     request = CreateModel(session_id="s", model_seq_id=0, base_model="base")
     await futures.post(training.create_model, "s:train:0:0", "tenant", "s", request)
     await trainer.asked.wait()
@@ -134,7 +141,9 @@ async def ordered(futures, monkeypatch):
     """A model whose command 1 is the run's command 2, and its trainer; a missing command is not waited for."""
     monkeypatch.setattr(futures_module, "_GAP_SECONDS", 0.0)
     store, trainer = futures._store, Ordered()
-    training = Training(trainer, store, Names(store), Aliases(()), Retirement(None, store), futures, 1 << 20)
+    training = Training(
+        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
+    )
     await store.add_model(Model("s:train:0", "tenant", "s", "run-1", "base", 2, 0.0, 0.0, {}, {}))
 
     async def post(seq_id):
