@@ -101,7 +101,8 @@ def read_base(directory: Path) -> BaseManifest:
     """Return the manifest of weights whose owner is alive. Raises BaseUnavailable, BaseMismatch."""
     try:
         if not _is_own(directory):
-            raise BaseMismatch(f"{directory} is no directory of this user; run trainer and sampler as the same user.")
+            message = f"{directory} belongs to another user or is a link; run trainer and sampler as the same user."
+            raise BaseMismatch(message)
         manifest = msgspec.json.decode(read_file(directory / MANIFEST), type=BaseManifest)
     except FileNotFoundError as error:
         raise _unavailable(directory) from error
