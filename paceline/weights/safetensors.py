@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
-from math import prod
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from paceline import errors
@@ -19,12 +15,7 @@ from paceline.regular_files import open_raw
 from paceline.types.v1 import tensor_pb2
 from paceline.weights.v1 import weight_service_pb2 as pb
 
-_DTYPES = {
-    "F32": tensor_pb2.DTYPE_FLOAT32,
-    "BF16": tensor_pb2.DTYPE_BFLOAT16,
-    "F16": tensor_pb2.DTYPE_FLOAT16,
-}
-_EXPONENTS: Mapping[int, np.unsignedinteger[Any]] = {
+EXPONENTS: Mapping[int, np.unsignedinteger[Any]] = {
     tensor_pb2.DTYPE_FLOAT32: np.uint32(0x7F800000),
     tensor_pb2.DTYPE_BFLOAT16: np.uint16(0x7F80),
     tensor_pb2.DTYPE_FLOAT16: np.uint16(0x7C00),
@@ -56,11 +47,12 @@ def read_header(weights: Path) -> bytes:
         header = file.read(length)
     if not header or len(header) != length:
         raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name)
-    _check_count(header.count(_OFFSETS), weights.name)
+    check_count(header.count(_OFFSETS), weights.name)
     return header
 
 
-def _check_count(tensors: int, field: str) -> None:
+def check_count(tensors: int, field: str) -> None:
+    """Check the number of tensors of a file. Raises InvalidShape."""
     if tensors > MAX_TENSORS:
         message = f"has {tensors} tensors; at most {MAX_TENSORS} are read: save fewer modules"
         raise errors.InvalidShape(message, field=field)
@@ -72,47 +64,17 @@ def read_tensor_entries(weights: Path) -> list[pb.TensorEntry]:
     Raises ChecksumMismatch unless they tile the file exactly, InvalidShape if a tensor's size does not match its shape
     and dtype, InvalidDtype.
     """
+    from paceline.weights.safetensors_header import parse_header  # noqa: PLC0415 - clients, which read none, lack msgspec
+
     header = read_header(weights)
     try:
-        entries = _parse_header(header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        entries = parse_header(header)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise errors.ChecksumMismatch("is not a safetensors file", field=weights.name) from error
     ends = [8 + len(header), *(entry.offset + entry.size for entry in entries)]
     if [entry.offset for entry in entries] != ends[:-1] or ends[-1] != weights.lstat().st_size:
         raise errors.ChecksumMismatch("tensors do not tile the file; it is damaged", field=weights.name)
     return list(entries)
-
-
-class _Facts(msgspec.Struct, frozen=True):
-    """What a header says of a tensor."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-@lru_cache(maxsize=16)
-def _parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
-    """Return the tensors in order of offset. Cached: a run's versions share one header, read several times for each."""
-    base = 8 + len(text)
-    header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    header.pop("__metadata__", None)
-    _check_count(len(header), "weights")  # a key may be written with escapes
-    return tuple(sorted((_entry(name, facts, base) for name, facts in header.items()), key=attrgetter("offset")))
-
-
-def _entry(name: str, text: msgspec.Raw, base: int) -> pb.TensorEntry:
-    facts = msgspec.json.decode(text, type=_Facts)
-    start, end = facts.data_offsets
-    dtype = _DTYPES.get(facts.dtype)
-    if dtype is None:
-        raise errors.InvalidDtype(f"has dtype {facts.dtype}; weights are F32, BF16 or F16", field=name)
-    shape = facts.shape
-    if any(extent <= 0 for extent in shape) or prod(shape) * _EXPONENTS[dtype].itemsize != end - start:
-        raise errors.InvalidShape(
-            f"has shape {shape} of {facts.dtype}, and {end - start} bytes in the file", field=name
-        )
-    return pb.TensorEntry(name=name, dtype=dtype, shape=shape, offset=base + start, size=end - start)
 
 
 def copy_tensors(source: Path, target: Path, names: Collection[str]) -> None:
@@ -146,7 +108,7 @@ def check_finite(weights: Path) -> None:
 
 
 def _is_finite(weights: Path, run: Sequence[pb.TensorEntry]) -> bool:
-    exponent = _EXPONENTS[run[0].dtype]
+    exponent = EXPONENTS[run[0].dtype]
     count = sum(entry.size for entry in run) // exponent.itemsize
     with open_raw(weights) as file:
         file.seek(run[0].offset)
