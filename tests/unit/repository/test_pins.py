@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -58,6 +60,13 @@ def test_the_gpu_set_is_closed(wheels):
 def test_a_pin_stands_in_one_file(wheels, others):
     one, other = (wheels.read_pins(name) for name in others)
     assert not one.keys() & other.keys()
+
+
+def test_the_examples_run_beside_tinkers_cookbook():
+    """The cookbook needs a transformers of at most 5.5; the client and the examples use its tokenizers alone."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (needed,) = [Requirement(line) for line in extras["examples"] if line.startswith("transformers")]
+    assert needed.specifier.contains("5.5.4")
 
 
 @pytest.mark.parametrize("image", ["gateway.txt", "gpu.txt"])
