@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from trainer_service.engine.loss.specs import LOSS_SPECS
 from trainer_service.settings import TrainerSettings
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 SERVICES = {"Trainer": TrainerSettings, "Sampler": SamplerSettings, "Gateway": GatewaySettings}
 COMMON = "Every service"
 
@@ -69,6 +71,13 @@ def test_every_relative_link_leads_somewhere(path):
     links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", path.read_text())
     broken = [link for link in links if not link.startswith(("http:", "https:", "mailto:")) and not leads(path, link)]
     assert not broken
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_of_code_that_a_page_names_exists(path):
+    """A page may name a file by the end of its path, as tables of a folder do."""
+    named = set(re.findall(r"`(?:\./)?([\w./-]+\.(?:py|proto|sh|toml|yaml))`", path.read_text()))
+    assert not {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in FILES)}
 
 
 def leads(page_path: Path, link: str) -> bool:

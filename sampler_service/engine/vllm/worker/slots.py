@@ -6,7 +6,7 @@ slot, which one is evicted if all are taken, and how an evicted one returns, for
 weights.
 
 Loading takes a quarter of the time of vLLM's own (`make bench-publish`), and on a CPU, where it touches no slot of a
-running step, it need not wait for the end of the step (`cpu.mid_step_loads`). On GPUs it has not been measured.
+running step, it need not wait for the end of the step (`cpu.mid_step_loads`).
 """
 
 from __future__ import annotations
