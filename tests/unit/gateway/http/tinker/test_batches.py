@@ -19,7 +19,7 @@ def test_a_small_body_that_expands_to_millions_of_empty_messages_is_refused_befo
 
 def test_a_batch_of_as_many_datums_as_the_trainer_takes_is_read():
     chunk = tinker_pb2.Chunk(encoded_text=tinker_pb2.EncodedTextChunk(tokens=bytes(4096)))
-    tensor = tinker_pb2.Tensor(dense=bytes(8192), dtype=tinker_pb2.DTYPE_INT64, shape=[1024])
+    tensor = tinker_pb2.Tensor(dense=bytes(8192), dtype=2, shape=[1024])
     inputs = dict.fromkeys(("target_tokens", "logprobs", "advantages", "mask"), tensor)
     datum = tinker_pb2.Datum(model_input=[chunk], loss_fn_inputs=inputs)
     batch = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, data=[datum] * 512)
