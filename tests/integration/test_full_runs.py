@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 from support.descendants import descendants
@@ -12,6 +13,10 @@ from support.stacks.cluster import Cluster, wait_for
 
 from paceline import AdamParams, Datum, FullParameters, SamplingParams, WeightStorage, codec, errors
 from paceline.layout import MODEL_FILE, CheckpointPath, Volume
+from paceline.rpc.identity import peer_metadata
+from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
+from paceline.types import ModelRef
 
 pytestmark = pytest.mark.services
 
@@ -181,10 +186,17 @@ def test_a_sampler_started_from_a_checkpoint_computes_what_was_trained(cluster, 
     checkpoint = training.save_weights_for_sampler("model").result()
     directory = Volume(cluster.state / "checkpoints").checkpoint(CheckpointPath.parse(checkpoint.path))
     own = {"MODEL": str(directory), "MODEL_NAME": "trained", "TRAINER": f"127.0.0.1:{free_port()}"}
-    # The sampler's base weights differ from the trainer's, so it follows no trainer.
+    # The sampler's base weights differ from the trainer's, so it follows no trainer, and a gateway of this trainer's
+    # sends it nothing.
     with sampler_of(cluster, **{f"PACELINE_SAMPLER_{name}": value for name, value in own.items()}):
-        sampling = service.create_sampling_client()
-        reached = sampling.compute_logprobs(PROMPT + COMPLETION).result().logprobs[-len(COMPLETION) :]
+        request = sampler_pb.ComputeLogprobsRequest(
+            model=codec.model_ref_to_proto(ModelRef(base="trained")),
+            tokens=codec.tensor_to_proto(np.array(PROMPT + COMPLETION, np.int32)),
+        )
+        credential = (cluster.state / "credential").read_text()
+        with grpc.insecure_channel(cluster.sampler.plan.environment["PACELINE_SAMPLER_LISTEN"]) as channel:
+            reply = SamplerServiceStub(channel).ComputeLogprobs(request, metadata=peer_metadata(credential, "team"))
+        reached = np.frombuffer(reply.logprobs.data, np.float32)[-len(COMPLETION) :]
         trained = logprobs(training)
         np.testing.assert_allclose(reached, trained, atol=1e-4)
         assert np.abs(trained - untrained).max() > 0.1

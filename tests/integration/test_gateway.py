@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -14,9 +15,12 @@ from support.stacks.gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, be
 from gateway.admission import ACCESS, Access
 from gateway.keys import add_key, remove_key
 from paceline import errors
+from paceline.client.service_client import MAX_IN_FLIGHT
 from paceline.gateway.v1 import gateway_service_pb2 as pb
+from paceline.rpc.channel import open_channel
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
+from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types.v1 import tensor_pb2
 
@@ -207,20 +211,27 @@ async def test_a_reader_that_stops_holds_back_the_service_and_can_still_leave(up
     assert "uncaught" not in [log["event"] for log in logs]
 
 
-async def test_five_thousand_calls_at_once_all_succeed(up):
+async def test_five_thousand_calls_of_clients_that_bound_their_calls_all_succeed(up):
     up.sampler.gate.clear()
     full = up.sampler.reached[1024] = asyncio.Event()
     request = sampler_pb.SampleRequest()
-    calls = [asyncio.ensure_future(_wait(up.client.sampler.Sample(request, metadata=up.auth))) for _ in range(5000)]
-    await asyncio.wait_for(full.wait(), PATIENCE)
-    up.sampler.gate.set()
-    replies = await asyncio.gather(*calls)
+    async with AsyncExitStack() as held:
+        channels = [await held.enter_async_context(open_channel(up.client.address)) for _ in range(5)]
+
+        async def sample(channel: grpc.aio.Channel, places: asyncio.Semaphore) -> sampler_pb.SampleResponse:
+            async with places:
+                return await SamplerServiceStub(channel).Sample(request, metadata=up.auth)
+
+        calls = [
+            asyncio.ensure_future(sample(channel, places))
+            for channel, places in ((channel, asyncio.Semaphore(MAX_IN_FLIGHT)) for channel in channels)
+            for _ in range(1000)
+        ]
+        await asyncio.wait_for(full.wait(), PATIENCE)
+        up.sampler.gate.set()
+        replies = await asyncio.gather(*calls)
     assert {reply.model.base_model for reply in replies} == {"sampler"}
     assert up.sampler.most_running == 1024
-
-
-async def _wait(call):
-    return await call
 
 
 async def test_a_tenant_over_its_limits_is_told_when_to_come_back_and_others_pass(tmp_path):

