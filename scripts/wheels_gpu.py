@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -102,7 +102,12 @@ def _follow(needs: Iterable[str], found: dict[str, set[str]]) -> None:
 
 
 def _required(name: str, extras: set[str]) -> Iterator[str]:
-    for line in requires(name) or []:
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:
+        # A CPU installation leaves out what no service imports; for the images a resolver has followed it (gpu.txt).
+        return
+    for line in lines:
         marker = Requirement(line).marker
         if marker is None or any(marker.evaluate(MACHINE | {"extra": extra}) for extra in {"", *extras}):
             yield line

