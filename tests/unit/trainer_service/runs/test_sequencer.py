@@ -54,6 +54,39 @@ async def test_a_repeated_command_gets_the_first_answer_and_is_not_executed_agai
     assert run.executor.ran == [1]
 
 
+async def test_a_command_that_arrives_twice_while_it_is_checked_is_executed_once(run):
+    entered, checked = asyncio.Semaphore(0), asyncio.Event()
+
+    async def check(command):
+        entered.release()
+        await checked.wait()
+        return command
+
+    twice = [asyncio.create_task(run.sequencer.execute(command_of(1), check)) for _ in range(2)]
+    for _ in twice:
+        await entered.acquire()
+    checked.set()
+    first, second = await asyncio.gather(*twice)
+    assert first == second
+    assert run.executor.ran == [1]
+
+
+async def test_a_command_that_is_checked_while_the_run_closes_is_refused(run):
+    checked = asyncio.Event()
+
+    async def check(command):
+        await checked.wait()
+        return command
+
+    late = asyncio.create_task(run.sequencer.execute(command_of(1), check))
+    await asyncio.sleep(0)
+    await run.sequencer.close(errors.RunNotFound("deleted"))
+    checked.set()
+    with pytest.raises(errors.RunNotFound):
+        await late
+    assert run.executor.ran == []
+
+
 async def test_a_command_repeated_while_it_waits_is_executed_once(run):
     twice = [run.send(2), run.send(2)]
     await asyncio.sleep(0)

@@ -1,0 +1,59 @@
+"""A batch is decoded and checked once, in a thread if it is large."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.stacks.journaled import NO_GUARD
+
+from paceline import codec
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import Datum, ForwardBackwardOutput, ModelInfo, RunState
+from trainer_service.commands import CommandExecutor
+from trainer_service.runs.command import Command
+from trainer_service.runs.sequencer import CommandProgress
+from trainer_service.settings import TrainerSettings
+
+RUN = SimpleNamespace(run_id="run", tenant="team", state=RunState.READY)
+
+
+class Engine:
+    """Notes the thread in which each batch is checked against its model, and answers with the batch's tokens."""
+
+    def __init__(self):
+        self.checked_in = []
+
+    def describe(self):
+        self.checked_in.append(threading.get_ident())
+        return ModelInfo("tiny", 512, 256, "float32", 16, 2)
+
+    async def forward_backward(self, run_id, data, spec):
+        return ForwardBackwardOutput([{"logprobs": datum.loss_inputs["weights"]} for datum in data], {})
+
+
+@pytest.mark.parametrize(("datums", "is_here"), [(1, True), (1024, False)])
+async def test_a_batch_is_decoded_and_checked_once_and_a_large_one_beside_the_event_loop(tmp_path, datums, is_here):
+    engine = Engine()
+    settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path, insecure=True)
+    commands = CommandExecutor(settings, engine, None, None, None, NO_GUARD)
+    tokens = np.arange(32, dtype=np.int64)
+    datum = codec.datum_to_proto(Datum(tokens, {"target_tokens": tokens, "weights": np.ones(32, np.float32)}))
+    request = pb.ForwardBackwardRequest(run_id="run", seq_id=1, loss_fn="cross_entropy", data=[datum] * datums)
+    checked = await commands.check(RUN, Command.of(request, "team"))
+    reply = await commands.execute(RUN, checked, CommandProgress())
+    assert len(reply.outputs) == datums
+    assert [thread == threading.get_ident() for thread in engine.checked_in] == [is_here]
+
+
+async def test_a_command_read_from_the_journal_is_decoded_when_it_executes(tmp_path):
+    engine = Engine()
+    settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path, insecure=True)
+    commands = CommandExecutor(settings, engine, None, None, None, NO_GUARD)
+    tokens = np.arange(4, dtype=np.int64)
+    datum = codec.datum_to_proto(Datum(tokens, {"target_tokens": tokens, "weights": np.ones(4, np.float32)}))
+    request = pb.ForwardBackwardRequest(run_id="run", seq_id=1, loss_fn="cross_entropy", data=[datum])
+    replayed = Command.from_record(Command.of(request, "team").to_record())
+    assert len((await commands.execute(RUN, replayed, CommandProgress())).outputs) == 1
