@@ -212,7 +212,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(description, str | None):
         raise errors.InvalidArgument("must be text", field=f"{place}.function.description")
     if not isinstance(parameters, dict | None):
-        raise errors.InvalidArgument("must be a JSON schema", field=f"{place}.function.parameters")
+        raise errors.InvalidArgument("must be a JSON Schema", field=f"{place}.function.parameters")
     if not isinstance(strict, bool | None):
         raise errors.InvalidArgument("must be true or false", field=f"{place}.function.strict")
     more = {} if strict is None else {"strict": strict}

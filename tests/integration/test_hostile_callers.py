@@ -17,6 +17,7 @@ import paceline
 from gateway.admission import ACCESS, Access
 from gateway.keys import add_key
 from paceline import errors
+from paceline.layout import new_run_id
 from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
@@ -93,9 +94,17 @@ def test_anothers_things_look_absent(cluster, owned, stranger, method):
             replies = b""
         assert owned.run_id.encode() not in replies
     else:
-        with pytest.raises(errors.NotFound) as absent:
-            _call(cluster.address, method, valid_request(method, owned), _bearer(stranger))
-        assert owned.run_id not in str(absent.value)
+        nothing = new_run_id()
+        unowned = Owned(*(name.replace(owned.run_id, nothing) for name in owned.names))
+        anothers, absent = (_failure(cluster, method, named, stranger) for named in (owned, unowned))
+        assert anothers.replace(owned.run_id, nothing) == absent
+
+
+def _failure(cluster, method, owned, key):
+    """Return what a call that names something absent is told."""
+    with pytest.raises(errors.NotFound) as absent:
+        _call(cluster.address, method, valid_request(method, owned), _bearer(key))
+    return f"{type(absent.value).__name__} {absent.value}"
 
 
 _GATEWAY = "/paceline.gateway.v1.GatewayService/WhoAmI"

@@ -286,9 +286,14 @@ def test_what_cannot_be_trained_is_refused_by_its_field(adapters, caller):
         400,
         "conversations[0].messages[1].role",
     )
-    assert refusal(lora=lora, conversations=[{"messages": good, "tools": [{"type": "function"}]}]) == (
+    nameless, ignored = {"type": "function"}, {"type": "function", "function": {"name": "f"}}
+    assert refusal(lora=lora, conversations=[{"messages": good, "tools": [nameless]}]) == (
+        400,
+        "conversations[0].tools[0]",
+    )
+    assert refusal(lora=lora, conversations=[{"messages": good, "tools": [ignored]}]) == (
         422,
-        "conversations[0].tools",
+        "conversations[0].tools[0].function.name",
     )
     caller.train(model="first", conversations=[good], lora=lora)
     assert refusal(model="first", conversations=[good], lora={"rank": 4}) == (400, "lora")
