@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -19,7 +20,7 @@ from gateway.http.services import Services
 from gateway.proxy import Router, Upstream
 from gateway.settings import GatewaySettings
 from paceline.waiting_bytes import WaitingBytes
-from support.fuzz.valid_http import FORWARD_BACKWARD, HttpOwned, valid_bodies
+from support.fuzz.valid_http import FORWARD_BACKWARD, MESSAGES, MORE, HttpOwned, valid_bodies
 
 _FIELDS = {
     "/api/v1/forward_backward": ("model_id", "seq_id", "data"),
@@ -43,13 +44,26 @@ ENDS = (
 )
 """Routes that end what they name: each has a session of its own, so that the others find theirs."""
 _VALID = 0.5
+_PACKED = 0.05
+"""Share of the bodies in JSON that are sent compressed."""
+_ASKED_FIRST = 0.02
+"""Share of the requests in whose place a browser asks whether it may send them."""
+_BOMBS = (
+    b'{"messages": [' + b"{}," * 300_000 + b"{}]}",
+    b"[" * 200_000,
+    b'{"a":' * 100_000,
+    b'{"model": "a", "conversations": [' + b"[]," * 300_000 + b"[]]}",
+    b" " * (40 << 20),
+)
+"""Bodies that are small when they are compressed."""
 """Share of the requests to a route that start from a valid one, if there is one."""
 _AHEAD = (1, 1, 1, 1, 1, 1, 0, -1, 2, 3)
 _AMOUNTS = frozenset({"max_tokens", "n", "num_samples", "batch_size", "rank"})
 """Fields that take only values that are small or refused, since the work grows with them."""
 _METHODS = ("GET", "POST", "PUT", "DELETE")
 _TEXTS = ("", "x", "\0", "ä" * 40, "../../etc/passwd", "%2e%2e%2f", "😀", "a" * 5000, "run-", "tinker://a/weights/b",
-          "paceline://", "-1", "1e999", "run-" + "0" * 32 + "@1", "a@b@c")  # fmt: skip
+          "paceline://", "-1", "1e999", "run-" + "0" * 32 + "@1", "a@b@c",
+          "model@newest", "model@0", "a\u2028b\u2029c\u0085d")  # fmt: skip
 _NUMBERS = (0, 1, -1, 2, 64, 2**31, 2**53, 2**63 - 1, 2**63, -(2**70), 1e308, 0.5, -0.0)
 _SMALL = ("chunks", "tokens", "type", "rank", "learning_rate", "max_tokens", "stop", "seed", "sampling_session_id")
 _JSON = "application/json"
@@ -154,9 +168,17 @@ class HttpCaseMaker:
         elif body is None:
             content, headers = b"", {}
         else:
+            if more := MORE.get(route.path):
+                for name in rng.sample(sorted(more), min(len(more), rng.choice((0, 0, 1, 2)))):
+                    body[name] = rng.choice(more[name])
             for _ in range(changes):
                 self._change(rng, body)
             content = json.dumps(body).encode("utf-8", "surrogatepass")
+            if rng.random() < _PACKED:
+                content, headers["Content-Encoding"] = _packed(rng, content)
+        if rng.random() < _ASKED_FIRST:
+            asks = {"Origin": "http://a.example", "Access-Control-Request-Method": route.method}
+            return HttpCase(number, str(route), "OPTIONS", path, asks, b"")
         return HttpCase(number, str(route), route.method, path, headers, content)
 
     def _change(self, rng: random.Random, body: dict[str, Any]) -> None:
@@ -171,6 +193,8 @@ class HttpCaseMaker:
                 body[name] = rng.choice((0, 1, 4, -1, 2**70, 0.5, "x", None, [1]))
             elif rng.random() < 0.3:
                 del body[name]
+            elif rng.random() < 0.2:
+                body[name] = None
             else:
                 body[name] = self._value(rng, 0)
 
@@ -181,7 +205,12 @@ class HttpCaseMaker:
 
     def _part(self, rng: random.Random, name: str) -> str:
         """Return a part of a path or of a query, often one that exists."""
-        known = {"folder": ("weights", "sampler_weights"), "name": ("a",), "limit": ("1", "100"), "offset": ("0", "1")}
+        known = {
+            "folder": ("weights", "sampler_weights"),
+            "name": ("a",),
+            "limit": ("1", "100", "0", "-1", "10001"),
+            "offset": ("0", "1", "-1", str(10**12), str(2**64)),
+        }
         if name in known and rng.random() < 0.5:
             return rng.choice(known[name])
         return self._text(rng)
@@ -193,6 +222,7 @@ class HttpCaseMaker:
             {"role": rng.choice(roles), "content": rng.choice((self._text(rng), self._value(rng, 2)))}
             for _ in range(rng.choice((1, 2, 3, 60)))
         ]
+        messages += rng.sample(MESSAGES, rng.choice((0, 1, 2)))
         body = {"model": rng.choice(("a", "b", "c")), "conversations": [messages], "lora": {"rank": 2}}
         content = json.dumps(body).encode("utf-8", "surrogatepass")
         return HttpCase(number, "POST /train", "POST", "/train", {"Content-Type": _JSON}, content)
@@ -229,6 +259,13 @@ class HttpCaseMaker:
 
 def _quoted(text: str) -> str:
     return "".join(f"%{byte:02x}" for byte in text.encode()) or "-"
+
+
+def _packed(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+    """Return a body, perhaps another one that expands far, compressed, and its encoding."""
+    content = rng.choice(_BOMBS) if rng.random() < 0.3 else content
+    how = rng.choice(("zstd", "gzip"))
+    return (zstandard.compress(content) if how == "zstd" else gzip.compress(content, 1)), how
 
 
 def _damaged(rng: random.Random, content: bytes) -> bytes:

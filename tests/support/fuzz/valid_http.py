@@ -36,6 +36,82 @@ class HttpOwned:
         return {**parts, "name": "a", "weights": self.model}.get(name, "")
 
 
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+_SAMPLED: dict[str, tuple[Any, ...]] = {
+    "n": (0, 1, 4, 64, 2**31),
+    "stop": ("a", ["a"] * 5, ["a"] * 5000, "a" * 100_000, [""], "\u2028"),
+    "temperature": (0, 0.001, 1, -1, 1e308),
+    "top_p": (0, 1e-9, 1, 2),
+    "logit_bias": ({"1": 1}, {"x": 1}, {"1": 1e9}, {str(number): 1 for number in range(2000)}),
+    "seed": (0, -1, 2**63),
+    "stream": (True, False),
+    "stream_options": ({"include_usage": True}, {}, []),
+    "user": ("a", "a" * 5000),
+}
+_CHAT: dict[str, tuple[Any, ...]] = {
+    **_SAMPLED,
+    "logprobs": (True, False, 1),
+    "top_logprobs": (0, 5, 20, 1000, -1),
+    "tools": ([_TOOL], [_TOOL] * 300, [], [{}]),
+    "tool_choice": ("auto", "none", "required", "x", {"type": "function", "function": {"name": "f"}}),
+    "parallel_tool_calls": (True, False, "x"),
+    "reasoning_effort": ("low", "high", "x", 1),
+    "include_reasoning": (True, False),
+    "response_format": (
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        {"type": "json_schema"},
+    ),
+    "chat_template_kwargs": ({"enable_thinking": True}, {"messages": []}, []),
+}
+_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_SAMPLED,
+    "logprobs": (0, 5, 1000, -1, True),
+    "echo": (True, False),
+    "prompt": (["a"] * 300, [[1, 2]] * 300, [], [[]], "a\u2028b\u0085c", [2**31], [-1]),
+    "best_of": (1, 64),
+    "suffix": ("a",),
+}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+MESSAGES: tuple[dict[str, Any], ...] = (
+    {"role": "assistant", "content": None},
+    {"role": "assistant", "content": "b", "reasoning": "c"},
+    {"role": "assistant", "content": "b", "reasoning_content": "c"},
+    {"role": "assistant", "content": "b", "thinking": "c"},
+    {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+    {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+    {"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]},
+    {"role": "assistant", "content": "b", "weight": 0},
+    {"role": "assistant", "content": "b\u2028\u0085"},
+    {"role": "tool", "tool_call_id": "1", "content": "c"},
+    {"role": "developer", "content": "c", "name": "d"},
+)
+"""Messages with each field that a conversation may have, and some that it may not."""
+_METADATA = ({"a": "b"}, {"a": "b" * 2000}, {str(number): "" for number in range(100)}, {"a": {"b": ["c"] * 500}})
+_SAVED: dict[str, tuple[Any, ...]] = {"user_metadata": _METADATA, "ttl_seconds": (1, 60, 3600, 0, -1, 2**63)}
+MORE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "/v1/completions": _COMPLETION,
+    "/weights/{weights}/v1/completions": _COMPLETION,
+    "/generate": _COMPLETION,
+    "/weights/{weights}/generate": _COMPLETION,
+    "/v1/chat/completions": _CHAT,
+    "/weights/{weights}/v1/chat/completions": _CHAT,
+    "/api/v1/create_session": {
+        "user_metadata": _METADATA,
+        "tags": (["a"] * 100, ["a" * 5000]),
+        "display_name": ("a", "a" * 5000),
+    },
+    "/api/v1/create_model": {"user_metadata": _METADATA},
+    "/api/v1/save_weights": _SAVED,
+    "/api/v1/save_weights_external": _SAVED,
+    "/api/v1/save_weights_for_sampler": _SAVED,
+}
+"""Fields that may be added to a valid body, with values of which some are refused."""
+
+
 def valid_bodies(owned: HttpOwned, number: int, seq_id: int) -> dict[str, dict[str, Any] | bytes]:
     """Return a valid body for each route that is posted to and served.
 
