@@ -365,8 +365,11 @@ def make_app(*apis: APIRouter) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
+        refusal: errors.PacelineError
         if error.status_code == HTTPStatus.NOT_FOUND:
             refusal = errors.Unsupported("no such path; docs/compatibility.md lists what is served")
+        elif error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI could not decode a body as text
+            refusal = errors.UnreadableMessage("the body is not JSON in UTF-8")
         else:
             refusal = errors.Unsupported(str(error.detail))
         return problem(refusal, request.url.path, error.status_code)

@@ -20,7 +20,7 @@ from gateway.http.services import Services
 from gateway.proxy import Router, Upstream
 from gateway.settings import GatewaySettings
 from paceline.waiting_bytes import WaitingBytes
-from support.fuzz.valid_http import FORWARD_BACKWARD, MESSAGES, MORE, HttpOwned, valid_bodies
+from support.fuzz.valid_http import BATCHES, FORWARD_BACKWARD, MESSAGES, MORE, HttpOwned, valid_bodies
 
 _FIELDS = {
     "/api/v1/forward_backward": ("model_id", "seq_id", "data"),
@@ -126,7 +126,7 @@ class HttpCaseMaker:
         """`spares` has what each of `ENDS` names instead of what is `owned`."""
         self._seed, self._owned, self._spares = seed, owned, spares
         # More batches than other commands, because a step needs a gradient.
-        self._routes = [*routes, *[route for route in routes if route.path == FORWARD_BACKWARD] * 6]
+        self._routes = [*routes, *[route for route in routes if route.path in BATCHES] * 6]
         self._names: list[str] = []
 
     def make(self, number: int) -> HttpCase:
@@ -265,7 +265,7 @@ def _packed(rng: random.Random, content: bytes) -> tuple[bytes, str]:
     """Return a body, perhaps another one that expands far, compressed, and its encoding."""
     content = rng.choice(_BOMBS) if rng.random() < 0.3 else content
     how = rng.choice(("zstd", "gzip"))
-    return (zstandard.compress(content) if how == "zstd" else gzip.compress(content, 1)), how
+    return (zstandard.compress(content) if how == "zstd" else gzip.compress(content, 1, mtime=0)), how
 
 
 def _damaged(rng: random.Random, content: bytes) -> bytes:

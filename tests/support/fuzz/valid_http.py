@@ -12,6 +12,8 @@ from support.fuzz.valid_requests import TOKENS, Owned
 
 FORWARD_BACKWARD = "/api/v1/forward_backward"
 """The route whose body is a message of protobuf."""
+BATCHES = (FORWARD_BACKWARD, "/v1/train/forward_backward")
+"""Routes that make gradients."""
 
 
 @dataclass
