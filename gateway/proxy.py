@@ -264,7 +264,9 @@ class Router:
                 self._unused[sampler] = difference
         for sampler, difference in self._unused.items():
             if before.get(sampler) != difference:
-                _log.error("sampler gets no calls", target=sampler.target, reason=difference)
+                # Which of the samplers is wrong, if not the trainer is late, is known when the trainer is.
+                log = _log.error if base else _log.info
+                log("sampler gets no calls", target=sampler.target, reason=difference)
         for sampler in before.keys() - self._unused.keys():
             if sampler.ready:
                 _log.info("sampler gets calls again", target=sampler.target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 from support.patience import PATIENCE
 from support.ports import free_port
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, Trainer, bearer, gateway, serving
+from support.stacks.sampler_stack import until
 
 from gateway.keys import add_key
 from gateway.metrics import SamplerMetrics
@@ -36,22 +38,33 @@ async def _capabilities(client, key):
     return await client.gateway.GetCapabilities(gateway_pb.GetCapabilitiesRequest(), metadata=[bearer(key)])
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(("other", "told"), CASES)
-async def test_a_sampler_of_another_base_model_gets_no_calls_and_is_named(tmp_path, other, told):
+async def test_a_sampler_of_another_base_model_gets_no_calls_and_is_named(tmp_path, other, told, is_late):
     key = add_key(tmp_path / "keys.json", "team", "laptop")
     good, bad = Sampler("good", weights="a" * 64), Sampler("bad", **other)
+    port = free_port()
+
+    def said(*levels):
+        events = [line for line in logged if line["event"] == "sampler gets no calls"]
+        return [line["reason"] for line in events if line["log_level"] in levels]
+
     with capture_logs() as logged:
-        async with (
-            serving(Trainer(**TRAINER)) as trainer,
-            serving(bad) as at,
-            serving(good) as beside,
-            gateway(trainer, [at, beside], tmp_path / "keys.json", spill_in_flight=0) as client,
-        ):
+        async with serving(bad) as at, serving(good) as beside, AsyncExitStack() as running:
+            if not is_late:
+                await running.enter_async_context(serving(Trainer(**TRAINER), port=port))
+            started = gateway(port, [at, beside], tmp_path / "keys.json", spill_in_flight=0)
+            client = await running.enter_async_context(started)
+            if is_late:
+                await until(lambda: len(said("info", "error")) == 2)
+                assert said("error") == [], "nobody knows yet which of the two is wrong"
+                await running.enter_async_context(serving(Trainer(**TRAINER), port=port))
+            await until(lambda: said("error"))
             assert set(await _sample(client, key)) == {"good"}
             found = await _capabilities(client, key)
     assert [(one.model.name, one.trainable, one.sampleable) for one in found.models] == [("tiny", True, True)]
     assert list(found.unused_samplers) == [f"bad: {told}"]
-    assert [line["reason"] for line in logged if line["event"] == "sampler gets no calls"] == [told]
+    assert said("error") == [told]
 
 
 @pytest.mark.parametrize(("other", "told"), CASES)
