@@ -386,8 +386,7 @@ async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer,
             crash(trainer)
             for version in (1, 2):
                 await publisher.recreate(run, version, version, "")
-            (copy,) = publisher._copies._tasks(run.run_id)
-            await copy
+            await copies_ended(trainer)
             assert layout.numbered(commander.version.parent) == [1]
     await publisher.settled(run.run_id)
     assert sorted(layout.numbered(commander.version.parent)) == [1, 2]
