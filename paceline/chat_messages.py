@@ -189,13 +189,31 @@ def _arguments(given: Any, place: str) -> dict[str, Any]:
     parsed = given
     if isinstance(given, str):
         try:
-            parsed = json.loads(given)
+            parsed = json.loads(given, object_pairs_hook=_distinct)
+        except _AmbiguousError as problem:
+            raise errors.InvalidArgument(str(problem), field=place) from problem
         except (ValueError, RecursionError) as problem:
             message = "is not JSON; send an object of arguments, or a broken call as the text of content"
             raise errors.InvalidArgument(message, field=place) from problem
     if not isinstance(parsed, dict):
         raise errors.InvalidArgument("must be an object of arguments, or its JSON text", field=place)
+    try:
+        json.dumps(parsed, allow_nan=False)
+    except ValueError as problem:
+        raise errors.NonFinite("holds a number that is not finite, which JSON cannot write", field=place) from problem
     return parsed
+
+
+class _AmbiguousError(ValueError):
+    """JSON of which readers keep only a part."""
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
+        raise _AmbiguousError(f"has {name[:80]!r} twice, of which readers keep one; leave out the other")
+    return found
 
 
 def _tool(tool: Any, place: str) -> dict[str, Any]:

@@ -120,6 +120,28 @@ def check_directory(directory: Path) -> None:
         raise ModelDamagedError(_why_no_weights(names))
 
 
+def check_vllm_reads(directory: Path) -> None:
+    """Refuse weights that vLLM would read over those that transformers reads, which `check_directory` passes.
+
+    vLLM reads every safetensors file, or those of the index if there is one; transformers reads model.safetensors or,
+    without it, those of the index. Raises as `check_directory` does.
+    """
+    known = weights_in(directory)
+    given = _read_json(directory / _CONFIG).get("transformers_weights")
+    whole = given if isinstance(given, str) else _WEIGHTS
+    has_index, has_whole = (directory / _INDEX).is_file(), (directory / whole).is_file()
+    if has_index and not has_whole:
+        return
+    files = _indexed(directory) if has_index else sorted(path.name for path in directory.glob("*.safetensors"))
+    for file in files:
+        both = sorted(_read_shapes(directory / file).keys() & known.keys()) if file != whole else []
+        if both:
+            raise ModelDamagedError(
+                f"{file} also holds {_list(both)}, and vLLM would not take them from {whole}; move {file} "
+                f"{f'and {_INDEX} ' if has_index else ''}elsewhere"
+            )
+
+
 def weights_in(directory: Path) -> Shapes:
     """Return the shapes of the weights in a directory that `check_directory` passes, by name. Raises as it does."""
     config = _read_json(directory / _CONFIG)
@@ -199,11 +221,25 @@ def _read_config(directory: Path, names: Collection[str]) -> Mapping[str, Any]:
     return config
 
 
-def _check_shards(directory: Path) -> Shapes:
-    """Return the shapes of the weights in the files that the index names, which must all be where it says."""
-    index = _read_json(directory / _INDEX).get("weight_map")
+def _indexed(directory: Path) -> list[str]:
+    """Return the files that the index names."""
+    return sorted(set(_read_index(directory).values()))
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Return the index: name of a weight -> its file."""
+    read = _read_json(directory / _INDEX)
+    index = read.get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ModelDamagedError(f"{_INDEX} has no weight_map; fetch or save the model again")
+    if "metadata" not in read:  # transformers does not load it without
+        raise ModelDamagedError(f"{_INDEX} has no metadata; fetch or save the model again")
+    return index
+
+
+def _check_shards(directory: Path) -> Shapes:
+    """Return the shapes of the weights in the files that the index names, which must all be where it says."""
+    index = _read_index(directory)
     files = sorted(set(index.values()))
     absent = [file for file in files if Path(file).name != file or not (directory / file).is_file()]
     if absent:
@@ -214,7 +250,17 @@ def _check_shards(directory: Path) -> Shapes:
         raise ModelDamagedError(
             f"{index[lost[0]]} lacks {_list(lost)}, which {_INDEX} says it holds; fetch the model again"
         )
+    _check_distinct(held)
     return {name: shape for shapes in held.values() for name, shape in shapes.items()}
+
+
+def _check_distinct(held: Mapping[str, Shapes]) -> None:
+    """Refuse a weight that several files hold: loaders take it from any of them."""
+    first: dict[str, str] = {}
+    for file, shapes in held.items():
+        for name in shapes:
+            if first.setdefault(name, file) != file:
+                raise ModelDamagedError(f"{first[name]} and {file} both hold {name}; fetch or save the model again")
 
 
 def _read_shapes(file: Path) -> Shapes:

@@ -56,13 +56,10 @@ class ChatTemplate:
     @classmethod
     def load(cls, model: str) -> ChatTemplate:
         """Load those of a local directory or a Hugging Face id. The ends are those that the sampler stops at."""
-        from transformers import AutoTokenizer, GenerationConfig  # noqa: PLC0415 - takes seconds, only needed here
+        from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, only needed here
 
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=True)
-        ends = {tokenizer.eos_token_id}
-        with suppress(OSError):  # not every model has one
-            given = GenerationConfig.from_pretrained(model, local_files_only=True).eos_token_id
-            ends |= set(given) if isinstance(given, list) else {given}
+        ends = {tokenizer.eos_token_id, *_configured_ends(model)}
         return cls(tokenizer, frozenset(ends - {None}))
 
     def check(self, messages: Sequence[Message], tools: Tools) -> None:
@@ -206,6 +203,19 @@ class ChatTemplate:
     def _encode(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return found
+
+
+def _configured_ends(model: str) -> list[int | None]:
+    """Return the tokens that generation_config.json says end sampling, or config.json for a model without that file."""
+    from transformers import AutoConfig, GenerationConfig  # noqa: PLC0415 - takes seconds, only needed here
+
+    try:
+        found = GenerationConfig.from_pretrained(model, local_files_only=True)
+    except OSError:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+        found = GenerationConfig.from_model_config(config)
+    ends = found.eos_token_id
+    return ends if isinstance(ends, list) else [ends]
 
 
 def _in_opened_thought(message: Message, index: int, written: str) -> str:

@@ -107,7 +107,12 @@ class _Marker:
             marked["tool_call_id"] = self._same("id", message["tool_call_id"], f"{place}.tool_call_id", problem)
         if "name" in message:
             problem = "" if is_named else _MISNAMED if message["role"] == "tool" else _IGNORED
-            marked["name"] = self._same("name", message["name"], f"{place}.name", problem)
+            is_result = message["role"] in {"tool", "function"}
+            marked["name"] = (
+                self._same("name", message["name"], f"{place}.name", problem)
+                if is_result
+                else self._new(f"{place}.name")
+            )
         return marked
 
     def _content(self, message: Message, place: str) -> str | list[dict[str, str]] | None:
@@ -150,9 +155,18 @@ class _Marker:
             names = {name: self._new(f"{place}.parameters.properties.{name[:80]}") for name in properties}
             required = parameters.get("required")
             changed = {"required": [names.get(name, name) for name in required]} if isinstance(required, list) else {}
-            renamed = {names[name]: value for name, value in properties.items()}
+            renamed = {
+                names[name]: self._described(value, f"{place}.parameters.properties.{name[:80]}")
+                for name, value in properties.items()
+            }
             marked["parameters"] = {**parameters, "properties": renamed, **changed}
         return {"type": "function", "function": marked}
+
+    def _described(self, schema: Any, place: str) -> Any:
+        """Mark the description of a parameter, if it has one."""
+        if not isinstance(schema, dict) or not isinstance(schema.get("description"), str) or not schema["description"]:
+            return schema
+        return {**schema, "description": self._new(f"{place}.description")}
 
     def _same(self, kind: str, value: str, place: str, problem: str) -> str:
         """Return the mark of an id or a name; no `problem` means that the template need not write it."""

@@ -7,7 +7,8 @@ rendered by the model's chat template, with the loss on responses only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +47,9 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "config.json",
 )
+_NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of further chat templates, such as one for tools. Clients get flat files, so these go into one of them."""
+_TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 def read_tokenizer_files(model: str) -> dict[str, bytes]:
@@ -58,9 +62,25 @@ def read_tokenizer_files(model: str) -> dict[str, bytes]:
     if not directory.is_dir():
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - only needed for hub ids
 
-        directory = Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
-    files = {path for pattern in _TOKENIZER_FILES for path in layout.entries(directory, pattern) if path.is_file()}
-    return {path.name: read_file(_inside(path, directory.resolve())) for path in sorted(files)}
+        directory = Path(snapshot_download(model, allow_patterns=[*_TOKENIZER_FILES, f"{_NAMED_TEMPLATES}/*"]))
+    found = {path for pattern in _TOKENIZER_FILES for path in layout.entries(directory, pattern) if path.is_file()}
+    files = {path.name: read_file(_inside(path, directory.resolve())) for path in sorted(found)}
+    named = layout.entries(directory / _NAMED_TEMPLATES, "*.jinja")
+    return _with_named(files, {path.stem: read_file(_inside(path, directory.resolve())) for path in named})
+
+
+def _with_named(files: dict[str, bytes], named: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return a tokenizer's files with further chat templates by their names, in the form that has all in one file."""
+    if not named:
+        return files
+    config = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+    default = files.get(_TEMPLATE, b"").decode() or config.get("chat_template")
+    templates = {name: text.decode() for name, text in named.items()}
+    if isinstance(default, str):
+        templates["default"] = default
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    others = {name: content for name, content in files.items() if name != _TEMPLATE}
+    return {**others, _TOKENIZER_CONFIG: json.dumps(config, ensure_ascii=False).encode()}
 
 
 def _inside(path: Path, directory: Path) -> Path:

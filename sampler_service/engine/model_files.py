@@ -21,6 +21,7 @@ from paceline.model_directory import (
     ModelDamagedError,
     check_directory,
     check_fit,
+    check_vllm_reads,
     first_line,
     weights_in,
     why_not_loaded,
@@ -131,6 +132,7 @@ def check_model(model_path: Path) -> LinearShapes:
             model_path if model_path.exists() else Path(snapshot_download(str(model_path), allow_patterns=_FILES))
         )
         check_directory(directory)
+        check_vllm_reads(directory)
         skeleton = _skeleton(directory)
         if getattr(skeleton.config, "quantization_config", None) is not None:
             return linear_shapes(skeleton)

@@ -82,6 +82,17 @@ def misplaced(directory):
     index.write_text(json.dumps(facts))
 
 
+def doubled(directory):
+    first, second, *_ = sorted(directory.glob("model-*"))
+    name = next(iter(load_file(first)))
+    save_file(load_file(second) | {name: torch.zeros_like(load_file(first)[name])}, second)
+
+
+def without_metadata(directory):
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+
+
 def alone_as(name):
     def damage(directory):
         emptied(directory)
@@ -108,6 +119,8 @@ DAMAGES = {
         "index.json names model-00002-of-.*, which the directory lacks",
     ),
     "an index that is wrong": (sharded(misplaced), "lacks model.norm.weight, which .*index.json says it holds"),
+    "a weight in two shards": (sharded(doubled), "model-00001-of-.* and model-00002-of-.* both hold "),
+    "an index without metadata": (sharded(without_metadata), "index.json has no metadata; fetch or save"),
     "no index": (sharded(lambda d: (d / "model.safetensors.index.json").unlink()), "no model.safetensors.index.json"),
     "a file cut off": (truncated, "model.safetensors has .* bytes, and its header describes"),
     "a pointer of Git LFS": (written(WEIGHTS, b"version https://git-lfs"), "pointer of Git LFS"),
@@ -185,6 +198,37 @@ def test_weights_that_no_part_of_the_language_model_uses_may_be_there(changed, c
     assert len(check_model(directory)) == 15
     stored = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     assert all(torch.equal(weight, stored[name]) for name, weight in loaded.items())
+
+
+def beside(name, *tensors):
+    def add(directory):
+        save_file({each: torch.zeros(1) for each in tensors}, directory / name)
+
+    return add
+
+
+def in_shards_too(directory):
+    shutil.copy(directory / WEIGHTS, directory.parent / WEIGHTS)
+    sharded(lambda _: None)(directory)
+    shutil.copy(directory.parent / WEIGHTS, directory / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (beside("old.safetensors", "model.norm.weight"), r"old.safetensors also holds model.norm.weight, .*; move old"),
+        (in_shards_too, r"model-00001-of-.* also holds .*from model.safetensors; move .* elsewhere"),
+    ],
+    ids=["another file", "shards"],
+)
+def test_weights_that_only_vllm_would_read_are_refused_where_it_serves(changed, change, named):
+    with pytest.raises(EngineUnfit, match=named):
+        check_model(changed(change))
+
+
+def test_files_of_other_weights_may_lie_beside_the_models(changed):
+    directory = changed(beside("consolidated.safetensors", "layers.0.attention.wq.weight"))
+    assert len(check_model(directory)) == 15
 
 
 def test_a_tied_head_need_not_be_stored(tmp_path):

@@ -9,6 +9,7 @@ from operator import itemgetter
 
 import pytest
 from support.models.tiny_models import EOS_ID, make_tiny_llama, make_tokenizer
+from transformers import AutoTokenizer
 
 from paceline import errors
 from trainer_service.text import ConversationRenderer, read_tokenizer_files
@@ -54,14 +55,17 @@ async def test_each_response_is_trained_up_to_the_token_that_ends_it(model):
     assert len(datum.model_input) == len(datum.loss_inputs["target_tokens"])
 
 
-async def test_the_ends_are_those_of_the_generation_config_too(model):
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+async def test_the_ends_are_those_of_the_generation_config_too(model, file):
+    """The samplers take config.json's where there is no generation_config.json."""
     write_template(
         model,
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|bos|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     )
-    config = json.loads((model / "generation_config.json").read_text())
-    (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [EOS_ID, 257]}))
+    config = json.loads((model / file).read_text())
+    (model / "generation_config.json").unlink()
+    (model / file).write_text(json.dumps({**config, "eos_token_id": [EOS_ID, 257]}))
     ((datum,),) = await render(model, [USER, says("Ho")])
     assert said(datum) == ["Ho<|bos|>"]
 
@@ -79,6 +83,20 @@ async def test_tools_are_written_or_refused(model):
     assert TOKENIZER.decode(datum.model_input).startswith("fHi")
     tools[0]["function"]["description"] = "Does it."
     with pytest.raises(errors.Unsupported, match=r"tools\[0\].function.description: is ignored"):
+        await render(model, [USER, says("Ho")], tools=tools)
+    write_template(
+        model,
+        "{% for tool in tools or [] %}{{ tool.function.name }}{{ tool.function.description }}"
+        "{% for name in tool.function.parameters.properties %}{{ name }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+    )
+    tools[0]["function"]["parameters"] = {"type": "object", "properties": {"a": {"type": "string"}}}
+    ((datum,),) = await render(model, [USER, says("Ho")], tools=tools)
+    assert TOKENIZER.decode(datum.model_input).startswith("fDoes it.aHi")
+    tools[0]["function"]["parameters"]["properties"]["a"]["description"] = "A city."
+    with pytest.raises(
+        errors.Unsupported, match=r"tools\[0\].function.parameters.properties.a.description: is ignored"
+    ):
         await render(model, [USER, says("Ho")], tools=tools)
 
 
@@ -113,6 +131,16 @@ async def test_a_template_that_forgets_makes_a_sequence_of_each_response(model):
             [USER, says("a", tool_calls=[CALL | {"function": {"name": "f", "arguments": '{"a": '}}])],
             "messages[1].tool_calls[0].function.arguments",
             "not JSON",
+        ),
+        (
+            [USER, says("a", tool_calls=[CALL | {"function": {"name": "f", "arguments": '{"a": {"b": 1, "b": 2}}'}}])],
+            "messages[1].tool_calls[0].function.arguments",
+            "'b' twice",
+        ),
+        (
+            [USER, says("a", tool_calls=[CALL | {"function": {"name": "f", "arguments": '{"a": 1e999}'}}])],
+            "messages[1].tool_calls[0].function.arguments",
+            "not finite",
         ),
         ([USER, says("a", tool_calls=[CALL | {"type": "custom"}])], "messages[1].tool_calls[0]", "of type function"),
         ([USER, says("a", reasoning="b", thinking="c")], "messages[1].thinking", "differs from reasoning"),
@@ -169,6 +197,16 @@ async def test_a_field_that_the_template_leaves_out_is_refused_by_its_name(model
     with pytest.raises(errors.Unsupported) as caught:
         await render(model, messages)
     assert caught.value.field == f"conversations[0].{field}"
+
+
+async def test_a_users_name_is_not_taken_for_written_because_a_function_has_it(model):
+    write_template(
+        model,
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}",
+    )
+    with pytest.raises(errors.Unsupported, match=r"messages\[0\].name: is ignored"):
+        await render(model, [USER | {"name": CALL["function"]["name"]}, says("", tool_calls=[CALL])])
 
 
 async def test_a_role_that_is_written_as_another_is_refused(model):
@@ -250,6 +288,21 @@ async def test_tenants_take_turns(model):
 
     await asyncio.gather(*(ask("many", 600) for _ in range(3)), ask("few", 1))
     assert order[0] == "few"
+
+
+def test_clients_get_the_chat_templates_that_have_names(model, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with {{ tools[0].function.name }}"}
+    tokenizer.save_pretrained(model)
+    assert (model / "additional_chat_templates" / "tool_use.jinja").is_file()
+    received = tmp_path / "received"
+    received.mkdir()
+    for name, content in read_tokenizer_files(str(model)).items():
+        (received / name).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(received)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert theirs.apply_chat_template([USER], tokenize=False) == "plain"
+    assert theirs.apply_chat_template([USER], tools=tools, tokenize=False) == "with f"
 
 
 def test_the_tokenizers_files_come_through_the_links_of_the_hubs_cache(model, tmp_path):

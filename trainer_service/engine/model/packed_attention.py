@@ -26,7 +26,8 @@ VARIANT = "attention_variant"
 """Key in error metadata: what a model adds to attention that only its own implementation computes."""
 
 _HALVES = (torch.bfloat16, torch.float16)
-_UNSERVED = ("softcap", "s_aux", "position_bias")
+_PLACES = "position_ids"
+"""The one tensor beside queries, keys and values that models give to attention without an effect there."""
 _BLOCK = 128
 """Queries whose scores exist at the same time in the backward pass on a CPU."""
 
@@ -54,8 +55,8 @@ def packed_attention(
     """
     if segment_lengths is None:
         raise Unsupported(f"{type(module).__name__} does not forward segment_lengths to attention.")
-    for name in _UNSERVED:
-        if variant.get(name) is not None:
+    for name, given in variant.items():
+        if (isinstance(given, Tensor) and name != _PLACES) or (name == "softcap" and given is not None):
             message = f"{type(module).__name__} uses {name}, which packed attention does not compute."
             raise Unsupported(message, metadata={VARIANT: name})
     # Not by indexing, whose derivative is a copy.

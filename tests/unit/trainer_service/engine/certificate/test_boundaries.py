@@ -7,7 +7,14 @@ import pytest
 import torch
 from support.models.engine_cases import make_data, train
 from support.models.tiny_models import VOCAB_SIZE, make_tiny
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, Llama4TextConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    MiniMaxM3VLTextConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from paceline.errors import Unsupported
 from paceline.types import LoraConfig, PackingMode
@@ -108,6 +115,24 @@ def test_boundaries_are_found_lowered_and_put_back(directories, name):
         after = model(tokens).logits
     assert torch.equal(before, after)
     assert not torch.allclose(before[:, LOWERED:], lowered[:, LOWERED:])
+
+
+def test_a_choice_of_blocks_that_no_field_alone_tells_is_not_packed(tmp_path):
+    """Only sequences beyond 12 blocks of 8 tokens see part of their past, and the probe is shorter."""
+    sparse = {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2}
+    config = MiniMaxM3VLTextConfig(**_SHAPE, **sparse, **experts, index_block_size=8, index_topk_blocks=12)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = PeftEngine(EngineOptions(str(tmp_path), "tiny", pack_tokens=512))
+    certificate = engine.describe().certificate
+    assert certificate.packing is PackingMode.ONE_SEQUENCE
+    assert "uses block_indices, which packed attention does not compute" in certificate.reason
+    engine.create_run("run", LoraConfig(rank=4, train_mlp=False))  # which changes nothing yet
+    data = make_data((160, 30))
+    expected = stock_loss(open_stock(tmp_path), data)
+    assert train(engine, data=data).metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_lengths_within_the_probe_and_sizes_are_no_boundaries(tmp_path):
