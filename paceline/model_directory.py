@@ -27,6 +27,9 @@ _LAYER = re.compile(r"\.(\d+)\.")
 _EXTRA_LAYERS = re.compile(r"nextn|mtp")
 """In the name of a configuration's field: how many layers for multi-token prediction follow the decoder's."""
 
+_INTEGERS = ("I", "U", "BOOL")
+"""Starts of safetensors' names of dtypes that are no floating-point numbers."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -118,6 +121,35 @@ def check_directory(directory: Path) -> None:
         _check_shards(directory)
     else:
         raise ModelDamagedError(_why_no_weights(names))
+    if not any("quantization_config" in each for each in (config, config.get("text_config") or {})):
+        _check_numbers(directory, config)
+
+
+def check_tied(model: Any) -> None:
+    """Refuse a loaded model with weights that its configuration ties and its files give different values.
+
+    transformers keeps both, other engines one. Raises ModelDamagedError.
+    """
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(target) is not model.get_parameter(source):
+            raise ModelDamagedError(
+                f"{target} differs from {source} in the files, though config.json ties them; set tie_word_embeddings "
+                "to false there, or save the model again"
+            )
+
+
+def _check_numbers(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuse weights that are integers, without the scales that a quantised model has."""
+    given = config.get("transformers_weights")
+    whole = given if isinstance(given, str) else _WEIGHTS
+    files = [whole] if (directory / whole).is_file() else _indexed(directory)
+    for file in files:
+        for name, facts in _read_header(directory / file).items():
+            if name.endswith(".weight") and str(facts["dtype"]).startswith(_INTEGERS):
+                raise ModelDamagedError(
+                    f"{name} holds integers ({facts['dtype']}) in {file}, and config.json has no quantization_config; "
+                    "give the model unquantised"
+                )
 
 
 def check_vllm_reads(directory: Path) -> None:
@@ -265,6 +297,11 @@ def _check_distinct(held: Mapping[str, Shapes]) -> None:
 
 def _read_shapes(file: Path) -> Shapes:
     """Return the shapes in a safetensors file, whose size must be what its header says."""
+    return {name: tuple(facts["shape"]) for name, facts in _read_header(file).items()}
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file, whose size must be what it says: name -> dtype, shape, offsets."""
     try:
         with file.open("rb") as source:
             start = source.read(8)
@@ -274,7 +311,8 @@ def _read_shapes(file: Path) -> Shapes:
             header: dict[str, Any] = json.loads(source.read(size) if size <= file.stat().st_size else b"")
         header.pop("__metadata__", None)
         end = max((facts["data_offsets"][1] for facts in header.values()), default=0)
-        shapes = {name: tuple(facts["shape"]) for name, facts in header.items()}
+        for facts in header.values():  # so that a damaged header is told as one
+            tuple(facts["shape"]), str(facts["dtype"])
     except FileNotFoundError:
         raise ModelDamagedError(f"{file.name} is missing; fetch the model again") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -286,7 +324,7 @@ def _read_shapes(file: Path) -> Shapes:
             f"{file.name} has {file.stat().st_size} bytes, and its header describes {8 + size + end}; "
             "fetch the model again"
         )
-    return shapes
+    return header
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ is either honoured or refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,8 @@ _MEANINGLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_i
 """Fields for the hosted service's own use. They do not affect the response, so they are ignored."""
 _FORMATS = ("text", "json_object", "json_schema")
 _CONSTRAINTS = frozenset({"json", "regex", "choice", "json_object"})
+_SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
+_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
 _SCALARS = (str, int, float, bool, type(None))
 
 
@@ -262,12 +264,22 @@ def _check_format(given: dict[str, Any]) -> None:
     form = given.get("response_format", {"type": "text"})
     if not isinstance(form, dict) or form.get("type") not in _FORMATS:
         raise errors.InvalidArgument(f"must have one of the types {', '.join(_FORMATS)}", field="response_format")
+    _check_parts(form, "response_format", {"type", "json_schema"} if form["type"] == "json_schema" else {"type"})
+    _check_parts(form.get("json_schema"), "response_format.json_schema", _SCHEMA_FIELDS)
+    _check_parts(given.get("stream_options"), "stream_options", _STREAM_OPTIONS)
     constraint = given.get("structured_outputs", {})
     if not isinstance(constraint, dict) or constraint.keys() - _CONSTRAINTS:
         raise errors.InvalidArgument(f"may only have {', '.join(sorted(_CONSTRAINTS))}", field="structured_outputs")
     is_call = "tool_choice" in given and given["tool_choice"] not in ("none", "auto")
     if constraint or form["type"] != "text" or is_call:
         check_ends(name for name in ("ignore_eos", "min_tokens") if given.get(name))
+
+
+def _check_parts(given: Any, field: str, known: Collection[str]) -> None:
+    """Refuse fields that vLLM would ignore."""
+    for name in given if isinstance(given, dict) else ():
+        if name not in known and given[name] is not None:
+            raise errors.UnknownField("is not served; leave it out", field=f"{field}.{name[:80]}")
 
 
 def _check_template_kwargs(given: Any) -> None:

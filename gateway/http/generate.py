@@ -58,6 +58,8 @@ class GenerateApi:
             raise errors.Unsupported("is not served here; /v1/completions streams", field="stream")
         prompt = given.pop("prompt", None)
         if isinstance(prompt, dict):
+            for field in prompt.keys() - {"prompt_token_ids"}:
+                raise errors.UnknownField("is not served; leave it out", field=f"prompt.{field[:80]}")
             prompt = prompt.get("prompt_token_ids")
         if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
             raise errors.InvalidArgument("is one prompt: text, or prompt_token_ids", field="prompt")

@@ -210,6 +210,8 @@ def _row(group: _Group, index: int, seq_len: int, bounds: Bounds | None) -> _Row
     counted = mask[1:] != IGNORED
     if not counted.any():
         raise _Unusable(f"has no trained token within {longest} tokens")
+    if (mask[1:] != tokens[1:])[counted].any():
+        raise _Unusable(f"has masks that are neither {IGNORED} nor their token; a 1 or 0 would train the prompt too")
     if tokens.min() < 0 or (bounds and tokens.max() >= bounds.vocab_size):
         bad = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
         raise _Unusable(f"has the token {bad}, which is not in the model's vocabulary")

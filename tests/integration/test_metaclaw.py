@@ -253,6 +253,8 @@ def test_generate_by_a_run_s_name_moves_with_its_versions(call, service, address
         headers={"Authorization": f"Bearer {service.transport.connection.api_key}"},
     ).is_success
     call("/generate", prompt="a", status=400)
+    image = {"prompt_token_ids": [1], "multi_modal_data": {"image": "x"}}
+    call("/weights/model/generate", prompt=image, status=400)
 
 
 def test_health_of_weights_is_that_of_a_run_that_exists(address, service):

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from paceline.types import StopReason
+from sampler_service.engine.decoding import stream_after
 from sampler_service.engine.hf.adapters import AdapterBank
 from sampler_service.engine.hf.sampling import draw, is_greedy, processed_logprobs, topk_rows
 from sampler_service.engine.protocol import GenerationRequest, TokenDelta, first_seed
@@ -186,7 +187,7 @@ class Batcher:
         chosen = frozenset(params.stop_token_ids)
         strings = None
         if params.stop:
-            stream = DecodeStream(ids=job.request.prompt, skip_special_tokens=False)
+            stream = stream_after(self._tokenizer, job.request.prompt, skip_special_tokens=False)
             strings = StopStrings(self._tokenizer, params.stop, stream)
         return Completion(
             job=job,

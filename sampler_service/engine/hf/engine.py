@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.errors import EngineUnavailable, Unsupported
-from paceline.model_directory import check_directory
+from paceline.model_directory import check_directory, check_tied
 from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup
@@ -231,6 +231,7 @@ def _load(options: EngineOptions) -> _Loaded:
             ignore_mismatched_sizes=True,  # They are refused by name.
         )
         model = whole(loaded)
+        check_tied(model)
         tokenizer = check_tokenizer(options.model_path)
     torch.nn.Module.to(model, device).requires_grad_(requires_grad=False)
     config = model.config.get_text_config()

@@ -18,13 +18,14 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 
 from sampler_service.engine.coalescer import Coalescer
+from sampler_service.engine.decoding import stream_after
 from sampler_service.engine.protocol import EngineUnfit, GenerationRequest, TokenDelta
 from sampler_service.engine.vllm.params import lora_request, prompt_input, put_tokens
 
@@ -121,9 +122,16 @@ class TokenTap(OutputProcessor):
         *others: Any,
         **named: Any,
     ) -> None:
-        """Register a request; the tokens of one that `generate` started go to its RequestTokens."""
+        """Register a request; the tokens of one that `generate` started go to its RequestTokens.
+
+        vLLM's decoder repeats a prompt that ends within a character as the completion's, so it is replaced.
+        """
         tapped = self._tapped.get(request.external_req_id or "")
         super().add_request(request, prompt, parent_req, request_index, tapped or queue, *others, **named)
+        state = self.request_states[request.request_id]
+        if isinstance(decoder := state.detokenizer, FastIncrementalDetokenizer):
+            tokens, skip = request.prompt_token_ids or [], decoder.skip_special_tokens
+            decoder.stream = stream_after(decoder.tokenizer, tokens, skip_special_tokens=skip)
 
     def process_outputs(
         self,

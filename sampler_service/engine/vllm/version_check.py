@@ -116,6 +116,7 @@ TOKENS: tuple[Internal, ...] = (
     Called(f"{_OUTPUTS}:RequestState.track_weight_version", 2),
     Has("vllm.v1.engine:EngineCoreOutput", ("request_id", "new_token_ids", "new_logprobs", "finish_reason")),
     Has("vllm.v1.engine.detokenizer:IncrementalDetokenizer", ("from_new_request",)),
+    Called("vllm.v1.engine.detokenizer:FastIncrementalDetokenizer", 2),
 )
 SLOTS: tuple[Internal, ...] = (
     Called(f"{_LAYER}.set_lora", 4),

@@ -93,6 +93,12 @@ def without_metadata(directory):
     index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
 
 
+def as_integers(directory):
+    tensors = load_file(directory / WEIGHTS)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {name: (tensors[name] * 10).to(torch.int8)}, directory / WEIGHTS)
+
+
 def alone_as(name):
     def damage(directory):
         emptied(directory)
@@ -122,6 +128,7 @@ DAMAGES = {
     "a weight in two shards": (sharded(doubled), "model-00001-of-.* and model-00002-of-.* both hold "),
     "an index without metadata": (sharded(without_metadata), "index.json has no metadata; fetch or save"),
     "no index": (sharded(lambda d: (d / "model.safetensors.index.json").unlink()), "no model.safetensors.index.json"),
+    "integers": (as_integers, r"q_proj.weight holds integers \(I8\) in model.safetensors, .*unquantised"),
     "a file cut off": (truncated, "model.safetensors has .* bytes, and its header describes"),
     "a pointer of Git LFS": (written(WEIGHTS, b"version https://git-lfs"), "pointer of Git LFS"),
     "an empty configuration": (written("config.json", b""), "config.json is not JSON"),
@@ -252,6 +259,24 @@ async def test_the_engine_hf_starts_with_whole_models_alone(changed):
     directory = changed(DAMAGES["no up_proj"][0])
     with pytest.raises(EngineUnfit, match=r"model.layers.0.mlp.up_proj.weight is missing"):
         await HfEngine(SamplerOptions(directory, "tiny")).start()
+
+
+async def test_weights_that_are_tied_and_differ_are_refused(changed):
+    directory = changed(configured(tie_word_embeddings=True))
+    named = "lm_head.weight differs from model.embed_tokens.weight .*set tie_word_embeddings to false"
+    with pytest.raises(PacelineError, match=named):
+        load_base_model(EngineOptions(str(directory), "tiny"))
+    with pytest.raises(EngineUnfit, match=named):
+        await HfEngine(SamplerOptions(directory, "tiny")).start()
+
+
+def test_tied_weights_may_be_stored_twice(changed):
+    def copied(directory):
+        configured(tie_word_embeddings=True)(directory)
+        tensors = load_file(directory / WEIGHTS)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, directory / WEIGHTS)
+
+    load_base_model(EngineOptions(str(changed(copied)), "tiny"))
 
 
 async def test_a_model_without_its_tokenizer_is_not_sampled_from(changed):

@@ -208,6 +208,18 @@ def text(endpoint=TextEndpoint.COMPLETIONS, limits=LIMITS, **body):
         ({"allowed_token_ids": [1] * 16385}, errors.OutOfRange, "allowed_token_ids"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, errors.InvalidArgument, "ignore_eos"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, errors.InvalidArgument, "min_tokens"),
+        ({"response_format": {"type": "text", "schema": {}}}, errors.UnknownField, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            errors.UnknownField,
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "scheme": {}}}},
+            errors.UnknownField,
+            "response_format.json_schema.scheme",
+        ),
+        ({"stream": True, "stream_options": {"usage": True}}, errors.UnknownField, "stream_options.usage"),
         ({"best_of": 2}, errors.UnknownField, "best_of"),
         ({"use_beam_search": True}, errors.UnknownField, "use_beam_search"),
         ({"length_penalty": 2.0}, errors.UnknownField, "length_penalty"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from paceline.errors import ModelNotFound, PacelineError, Unsupported
-from paceline.model_directory import Loading, ModelDamagedError, check_directory, check_fit, why_not_loaded
+from paceline.model_directory import Loading, ModelDamagedError, check_directory, check_fit, check_tied, why_not_loaded
 from paceline.types import PackingMode
 from trainer_service.engine.model.fused_layers import ElementWork, check_compiler, fuse_layers, has_fused_family
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
@@ -135,6 +135,7 @@ def _from_files(options: EngineOptions) -> PreTrainedModel:
     model, info = loaded
     text = model.config.get_text_config(decoder=True)
     check_fit(Loading.of(info), text.to_dict(), frozenset(name for name, _ in model.named_modules()))
+    check_tied(model)
     _check_finite(model)
     return model
 

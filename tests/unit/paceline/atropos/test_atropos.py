@@ -129,6 +129,8 @@ BAD_SEQUENCES = {
     "no number": {"inference_logprobs": [*GOOD[:4], None]},
     "a mask too short": {"masks": [-100, 2]},
     "a mask too long": {"masks": [-100, -100, 3, 4, 5, 6]},
+    "a mask of ones and zeros": {"masks": [0, 0, 1, 1, 1], "inference_logprobs": [-1.0] * 5},
+    "a mask of other tokens": {"masks": [-100, -100, 3, 4, 6]},
     "nothing trained": {"masks": [-100] * 5},
     "a mask of another type": {"masks": "masks"},
     "a token beyond the vocabulary": {"tokens": [1, 2, 3, 4, 512]},
