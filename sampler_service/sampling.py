@@ -110,8 +110,8 @@ class Sampler:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
         self._check_agreement(ref, tenant)
         with self._admission.admit(tenant, Demand(1, len(tokens)), self._engine.num_running()):
-            async with self._registry.lease(ref, tenant) as lease, self._queue.places(tenant, 1):
-                logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant)
+            async with self._registry.lease(ref, tenant) as lease, self._queue.places(tenant, 1) as places:
+                logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant, places.priority)
                 _check_current(lease)
                 _check_numbers(logprobs[1:].tolist(), lease.served)
                 return logprobs, lease.served
@@ -126,11 +126,11 @@ class Sampler:
         async with self._registry.lease(ref, tenant) as lease:
 
             @asynccontextmanager
-            async def place(prompt: int, completions: int, each: int) -> AsyncIterator[None]:
+            async def place(prompt: int, completions: int, each: int) -> AsyncIterator[int]:
                 demand = Demand(completions, prompt + completions * each)
                 with self._admission.admit(tenant, demand, self._engine.num_running()):
-                    async with self._queue.places(tenant, completions):
-                        yield
+                    async with self._queue.places(tenant, completions) as places:
+                        yield places.priority
 
             def see(logprobs: Iterable[float]) -> None:
                 seen = list(logprobs)
@@ -201,6 +201,7 @@ class Sampler:
                     # Release the lease and the places when the engine has finished, not when the reader has every
                     # token: a slow reader must not block other requests.
                     delivery=replace(delivery, completed=places.ended, ended=ended),
+                    priority=places.priority,
                 )
                 completed = complete(self._engine.generate(generation), computed, see)
                 async with aclosing(_repeated(completed, request.num_samples // computed)) as samples:

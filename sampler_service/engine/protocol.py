@@ -57,6 +57,15 @@ def first_seed(seed: int) -> int:
     return int.from_bytes(hashlib.sha256(seed.to_bytes(8, "little")).digest()[:8], "little") >> 2
 
 
+AT_ONCE = 1 << 48
+"""What is taken from a priority so that the completion starts beyond the engine's usual number, if that is reached."""
+
+
+def priority_of(sample: int, first: int) -> int:
+    """Return a sample's priority, given that of the request's first: samples take turns, and only the first at once."""
+    return first % AT_ONCE + sample if sample else first
+
+
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
     """Breakdown of the time that loading an adapter took."""
@@ -115,6 +124,8 @@ class GenerationRequest:
     topk_prompt_logprobs: int = 0
     topk_logprobs: int = 0
     delivery: Delivery = Delivery()
+    priority: int = 0
+    """Of the first sample, which starts before what waits with a higher number; see `priority_of` for the others."""
 
 
 @dataclass(slots=True)
@@ -145,10 +156,10 @@ class TextEndpoint(Enum):
     COMPLETIONS = 2
 
 
-Place = Callable[[int, int, int], AbstractAsyncContextManager[None]]
+Place = Callable[[int, int, int], AbstractAsyncContextManager[int]]
 """Called with the number of prompt tokens, the number of completions and the most tokens of each. Returns a context
-manager that waits for the request's places in the engine and holds them. Raises the error with which the service
-refuses the request."""
+manager that waits for the request's places in the engine, holds them and gives the first one's priority. Raises the
+error with which the service refuses the request."""
 
 
 Turn = Callable[[], AbstractAsyncContextManager[object]]
@@ -254,10 +265,12 @@ class SamplerEngine(Protocol):
         """
         ...
 
-    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
+    async def compute_logprobs(
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, priority: int = 0
+    ) -> Array:
         """Return the log-probability of each token given the previous ones, at temperature 1.
 
-        float32, shape [N], NaN at 0.
+        float32, shape [N], NaN at 0. `priority` is as in a GenerationRequest.
         """
         ...
 

@@ -125,8 +125,10 @@ class RestartableEngine:
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         return self._engine.generate(request)
 
-    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
-        return await self._engine.compute_logprobs(tokens, adapter, tenant)
+    async def compute_logprobs(
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, priority: int = 0
+    ) -> Array:
+        return await self._engine.compute_logprobs(tokens, adapter, tenant, priority)
 
     def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
         return self._engine.complete_text(request)

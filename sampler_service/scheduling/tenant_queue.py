@@ -1,7 +1,8 @@
 """Fair queue in front of the engine: next is the tenant that has recently been served least.
 
-The engine itself runs requests in order of arrival. It gets only about as many as it can run, enough to keep it busy,
-and the rest wait here, so that a tenant with one request does not wait behind another's thousand.
+The engine gets only about as many completions as it can run, enough to keep it busy, and the rest wait here, so that a
+tenant with one request does not wait behind another's thousand. Those that wait in the engine have a priority of the
+same share, so that they do not wait behind another's either.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from sampler_service.engine.protocol import AT_ONCE
+
 
 @dataclass(slots=True)
 class _TenantRequests:
     """A tenant's waiting requests."""
 
-    served: float = 0.0
+    served: int = 0
     """The tenant's virtual time, in completions served, on a clock that all tenants share."""
-    waiting: OrderedDict[asyncio.Future[None], int] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[asyncio.Future[int], int] = field(default_factory=OrderedDict)
     """Waiting requests in order of arrival, with their numbers of completions."""
     is_queued: bool = False
     held: int = 0
@@ -30,20 +33,32 @@ class _TenantRequests:
 class HeldPlaces:
     """The places of one request, released as its completions end."""
 
-    def __init__(self, queue: TenantQueue, requests: _TenantRequests, completions: int) -> None:
+    def __init__(self, queue: TenantQueue, requests: _TenantRequests, completions: int, priority: int) -> None:
+        """`priority` is that of the first of these completions in the engine."""
+        self.priority = priority
         self._queue = queue
         self._requests = requests
         self._completions = completions
+        self._turn = priority % AT_ONCE
 
     def ended(self, completions: int = 1) -> None:
         """Release places, at most as many as are still held."""
         given = min(completions, self._completions)
-        self._completions -= given
-        self._queue.release(self._requests, given)
+        self._turn += given
+        self._queue.reached(self._turn)
+        self._release(given)
 
     def end(self) -> None:
         """Release all places that are still held."""
         self.ended(self._completions)
+
+    def give_up(self) -> None:
+        """Release all places that are still held, by completions that nobody waits for any more."""
+        self._release(self._completions)
+
+    def _release(self, completions: int) -> None:
+        self._completions -= completions
+        self._queue.release(self._requests, completions)
 
 
 class TenantQueue:
@@ -59,10 +74,10 @@ class TenantQueue:
         self._places = places
         self._first_at_once = first_at_once
         self._taken = 0
-        self._clock = 0.0
-        """Virtual time: the start time of the latest request served."""
+        self._clock = 0
+        """Virtual time: the latest start time of what has ended. What was served later may still wait in the engine."""
         self._tenants: dict[str, _TenantRequests] = {}
-        self._order: list[tuple[float, int, _TenantRequests]] = []
+        self._order: list[tuple[int, int, _TenantRequests]] = []
         """Heap of tenants with waiting requests, least served first; ties go to the earlier arrival."""
         self._arrivals = 0
         self.waiting = 0
@@ -77,14 +92,20 @@ class TenantQueue:
             requests.served = max(requests.served, self._clock)
         is_first = self._first_at_once and not requests.held and not requests.waiting
         if is_first or not (self._order or self._taken >= self._places):
-            self._serve(requests, completions)
+            priority = self._serve(requests, completions)
         else:
-            await self._wait(requests, completions)
-        places = HeldPlaces(self, requests, completions)
+            priority = await self._wait(requests, completions)
+        places = HeldPlaces(self, requests, completions, priority)
         try:
             yield places
-        finally:
-            places.end()
+        except BaseException:
+            places.give_up()
+            raise
+        places.end()
+
+    def reached(self, turn: int) -> None:
+        """Advance the virtual time to a turn that was served to its end."""
+        self._clock = max(self._clock, turn)
 
     def release(self, requests: _TenantRequests, completions: int) -> None:
         """Release a tenant's places and admit the requests whose turn has come."""
@@ -104,16 +125,15 @@ class TenantQueue:
         self.waiting -= completions
         # A request cancelled in this iteration of the event loop has not left the queue yet.
         if not place.cancelled():
-            self._serve(requests, completions)
-            place.set_result(None)
+            place.set_result(self._serve(requests, completions))
 
-    async def _wait(self, requests: _TenantRequests, completions: int) -> None:
-        place = asyncio.get_running_loop().create_future()
+    async def _wait(self, requests: _TenantRequests, completions: int) -> int:
+        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         requests.waiting[place] = completions
         self.waiting += completions
         self._queue(requests)
         try:
-            await place
+            return await place
         except asyncio.CancelledError:
             if not place.cancelled():  # its turn came just before the cancellation: the places are taken
                 self.release(requests, completions)
@@ -127,8 +147,11 @@ class TenantQueue:
             requests.is_queued = True
             heapq.heappush(self._order, (requests.served, self._arrivals, requests))
 
-    def _serve(self, requests: _TenantRequests, completions: int) -> None:
+    def _serve(self, requests: _TenantRequests, completions: int) -> int:
+        """Take places; return the priority of the first of them."""
+        is_first = self._first_at_once and not requests.held
+        priority = requests.served - AT_ONCE if is_first else requests.served
         self._taken += completions
-        self._clock = max(self._clock, requests.served)
         requests.served += completions
         requests.held += completions
+        return priority

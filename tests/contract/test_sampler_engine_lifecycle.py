@@ -146,19 +146,6 @@ async def test_what_an_adapter_that_overflows_leaves_in_the_cache_reaches_nobody
     await engine.stop()
 
 
-@pytest.mark.parametrize("engine", ["hf"], indirect=True)
-async def test_a_tenants_request_joins_the_next_step_however_many_completions_another_runs(engine):
-    """The engine takes 16 completions at a time."""
-    heavy = [asyncio.create_task(complete(engine, ask(max_tokens=96, ignore_eos=True, num_samples=48))) for _ in "12"]
-    while not engine._running:  # noqa: ASYNC110 - there is no event of a request's start
-        await asyncio.sleep(0)
-    for _ in range(3):
-        await one(engine, ask(max_tokens=1, tenant="light"))
-        assert not any(task.done() for task in heavy), "it waited until the others had ended"
-    assert len(engine._waiting) == 1, "the heavy tenant's second request waits for its first"
-    await asyncio.gather(*heavy)
-
-
 async def test_an_engine_that_starts_again_samples_other_completions(model_path):
     drawn = []
     for _ in range(2):
@@ -173,7 +160,7 @@ async def test_an_engine_that_starts_again_samples_other_completions(model_path)
 async def test_a_text_request_that_cannot_be_sent_is_refused_and_leaves_nothing(engine):
     @asynccontextmanager
     async def place(*_):
-        yield
+        yield 0
 
     body, sampling = {"prompt": [PROMPT] * 3}, TextSampling(SamplingParams(max_tokens=1, top_k=2**64))
     request = TextRequest(TextEndpoint.COMPLETIONS, body, sampling, None, "team", place, lambda logprobs: None)

@@ -123,7 +123,9 @@ class HfEngine:
             self._running.pop(ticket.job, None)
             self._waiting = [other for other in self._waiting if other is not ticket]
 
-    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
+    async def compute_logprobs(
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, priority: int = 0
+    ) -> Array:
         check_tokens(self._live().info, tokens, "tokens")
         check_loaded(adapter, self._live().bank.loaded)
         logprobs, _ = await self._score(tokens, adapter, 0)
@@ -172,23 +174,22 @@ class HfEngine:
             ticket.deltas.close()
 
     def _admit(self) -> list[Job]:
-        """Admit waiting requests in order while their completions fit.
+        """Admit waiting requests in the order of their priority while their completions fit.
 
-        A tenant's request always fits if none of its own runs: it takes part in the next step, whatever others run.
+        Of a negative priority, one always fits: it takes part in the next step, whatever others run.
         """
         count = sum(len(ticket.open) for ticket in self._running.values())
-        running = {job.request.tenant for job in self._running}
+        self._waiting.sort(key=lambda ticket: ticket.job.request.priority)
         admitted: list[Job] = []
-        is_full = False
-        for ticket in list(self._waiting):
-            tenant = ticket.job.request.tenant
-            is_full = is_full or count + len(ticket.open) > self._options.max_num_seqs
-            if tenant not in running or not is_full:
-                self._waiting.remove(ticket)
-                running.add(tenant)
-                count += len(ticket.open)
-                self._running[ticket.job] = ticket
-                admitted.append(ticket.job)
+        while self._waiting:
+            ticket = self._waiting[0]
+            fits = count + len(ticket.open) <= self._options.max_num_seqs
+            if count and not fits and ticket.job.request.priority >= 0:
+                break
+            del self._waiting[0]
+            count += len(ticket.open)
+            self._running[ticket.job] = ticket
+            admitted.append(ticket.job)
         return admitted
 
     async def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:

@@ -103,7 +103,9 @@ class TokenTap(OutputProcessor):
         self._tapped[name] = tapped = RequestTokens(request, params, tokens)
         try:
             # Here constraints hold from the first token on, also of models whose answers begin with reasoning.
-            added = await llm.add_request(name, prompt, params, lora_request=lora, reasoning_ended=True)
+            added = await llm.add_request(
+                name, prompt, params, lora_request=lora, priority=request.priority, reasoning_ended=True
+            )
             try:
                 yield
             finally:

@@ -69,6 +69,7 @@ from sampler_service.engine.vllm.params import (
     topk_rows,
 )
 from sampler_service.engine.vllm.parsers import Parsers, choose_parsers
+from sampler_service.engine.vllm.scheduler import FairAsyncScheduler, FairScheduler, num_at_once, use_scheduler
 from sampler_service.engine.vllm.version_check import check_text
 from sampler_service.engine.vllm.worker.weight_export import LOAD_FORMAT, extra_config
 
@@ -167,6 +168,8 @@ class VllmEngine:
             if model.is_moe and config.lora_config is not None:
                 # Otherwise vLLM prepares experts for adapters too, and computes them with Triton in every request.
                 config.lora_config.target_modules = sorted({name.rpartition(".")[2] for name in linear})
+        else:
+            use_scheduler(config, FairScheduler, FairAsyncScheduler)
         with _own_sockets() as sockets:
             llm = await asyncio.to_thread(_make_llm, config, self._options.model_path)
         self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config), parsers, sockets)
@@ -234,12 +237,14 @@ class VllmEngine:
                             delta.prompt_logprobs, delta.topk_prompt_logprobs, score = *score, None
                         yield delta
 
-    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
+    async def compute_logprobs(
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, priority: int = 0
+    ) -> Array:
         engine = self._live()
         check_tokens(engine.info, tokens, "tokens")
         check_loaded(adapter, self._adapters)
         with translated():
-            logprobs, _ = await self._score(tokens, adapter, tenant, 0)
+            logprobs, _ = await self._score(tokens, adapter, tenant, priority, 0)
         return logprobs
 
     async def complete_text(self, request: TextRequest) -> AsyncGenerator[bytes]:
@@ -283,14 +288,16 @@ class VllmEngine:
         """Score the prompt once for all samples, which then hit it in the prefix cache."""
         if not request.prompt_logprobs and not request.topk_prompt_logprobs:
             return None
-        return await self._score(request.prompt, request.adapter, request.tenant, request.topk_prompt_logprobs)
+        k = request.topk_prompt_logprobs
+        return await self._score(request.prompt, request.adapter, request.tenant, request.priority, k)
 
     async def _score(
-        self, tokens: list[int], adapter: Adapter | None, tenant: str, k: int
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, priority: int, k: int
     ) -> tuple[Array, TopkLogprobs | None]:
         llm, name = self._live().llm, f"score-{uuid4().hex}"
         lora = lora_request(adapter) if adapter else None
-        outputs = llm.generate(prompt_input(tokens, tenant), scoring_params(k), name, lora_request=lora)
+        prompt, params = prompt_input(tokens, tenant), scoring_params(k)
+        outputs = llm.generate(prompt, params, name, lora_request=lora, priority=priority)
         with self._opened(name):
             async with aclosing(outputs):
                 async for output in outputs:
@@ -348,7 +355,8 @@ async def _generate(
     """Start a request whose tokens go into the coalescer. Leaving early frees it before the engine's next step."""
     prompt = prompt_input(request.prompt, request.tenant)
     lora = lora_request(request.adapter) if request.adapter else None
-    outputs = llm.generate(prompt, params, request.request_id, lora_request=lora, reasoning_ended=True)
+    name, priority = request.request_id, request.priority
+    outputs = llm.generate(prompt, params, name, lora_request=lora, priority=priority, reasoning_ended=True)
 
     async def pass_on() -> None:
         try:
@@ -387,7 +395,9 @@ def engine_args(options: EngineOptions) -> AsyncEngineArgs:
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         enforce_eager=options.enforce_eager,
-        max_num_seqs=options.max_num_seqs,
+        max_num_active_seqs=options.max_num_seqs,
+        max_num_seqs=options.max_num_seqs + num_at_once(options.max_num_seqs),
+        scheduling_policy="priority",
         # Not vLLM's constant default, with which a restarted engine would sample the same completions again.
         seed=secrets.randbits(31),
         enable_prefix_caching=True,

@@ -128,8 +128,10 @@ class WritableVllmEngine(VllmEngine):
             async for part in parts:
                 yield part
 
-    async def compute_logprobs(self, tokens: list[int], adapter: Adapter | None, tenant: str) -> Array:
-        return await super().compute_logprobs(tokens, adapter, self._salt(tenant))
+    async def compute_logprobs(
+        self, tokens: list[int], adapter: Adapter | None, tenant: str, priority: int = 0
+    ) -> Array:
+        return await super().compute_logprobs(tokens, adapter, self._salt(tenant), priority)
 
     def _salt(self, tenant: str) -> str:
         """Return a cache salt that changes with each write, so that later requests share no earlier cached prefix."""

@@ -314,9 +314,11 @@ class _Engine:
             params = text_params(request.sampling, params, budget)
             lora = lora_request(request.adapter) if request.adapter else None
             prompt["cache_salt"] = request.tenant or None
-            async with request.place(len(tokens), params.n, budget):
-                scored = await self._score(prompt, request, request_id, lora)
-                generated = self._llm.generate(prompt, params, request_id, lora_request=lora, **reasoning)
+            async with request.place(len(tokens), params.n, budget) as priority:
+                scored = await self._score(prompt, request, request_id, lora, priority)
+                generated = self._llm.generate(
+                    prompt, params, request_id, lora_request=lora, priority=priority, **reasoning
+                )
                 try:
                     async with aclosing(generated) as source:
                         async for output in source:
@@ -344,13 +346,14 @@ class _Engine:
             request.ended()
 
     async def _score(
-        self, prompt: Any, request: TextRequest, request_id: str, lora: LoRARequest | None
+        self, prompt: Any, request: TextRequest, request_id: str, lora: LoRARequest | None, priority: int
     ) -> PromptLogprobs | None:
         """Score a prompt once for all its samples, if the call asks for that."""
         k = request.sampling.prompt_logprobs
         if k is None:
             return None
-        outputs = self._llm.generate(prompt, scoring_params(k), f"{request_id}-score", lora_request=lora)
+        name = f"{request_id}-score"
+        outputs = self._llm.generate(prompt, scoring_params(k), name, lora_request=lora, priority=priority)
         async with aclosing(outputs):
             async for output in outputs:
                 if (scored := output.prompt_logprobs) is not None:

@@ -82,7 +82,7 @@ _LAYER = "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"
 
 ENGINE: tuple[Internal, ...] = (
     Called(f"{_ASYNC_LLM}.from_vllm_config", 1, ("disable_log_stats",)),
-    Called(f"{_ASYNC_LLM}.generate", 4, ("lora_request", "reasoning_ended", "reasoning_parser_kwargs")),
+    Called(f"{_ASYNC_LLM}.generate", 4, ("lora_request", "priority", "reasoning_ended", "reasoning_parser_kwargs")),
     Called(f"{_ASYNC_LLM}.abort", 2),
     Called(f"{_ASYNC_LLM}.remove_lora", 2),
     Called(f"{_ASYNC_LLM}.collective_rpc", 2, ("args", "kwargs")),
@@ -97,6 +97,9 @@ ENGINE: tuple[Internal, ...] = (
     Called("vllm.tokenizers:cached_tokenizer_from_config", 1),
     Called("vllm.renderers.hf:resolve_chat_template", 3, ("model_config",)),
     Called("vllm.renderers.hf:_cached_resolve_chat_template_kwargs", 1),
+    Has("vllm.config.scheduler:SchedulerConfig", ("max_num_active_seqs", "scheduler_cls")),
+    Replaced("vllm.v1.core.sched.scheduler:Scheduler.add_request", ("request",)),
+    Has("vllm.v1.core.sched.request_queue:PriorityRequestQueue", ("peek_request",)),
     Called("vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict", 3),
     Replaced(
         "vllm.lora.punica_wrapper.punica_base:PunicaWrapperABC.add_lora_logits",
@@ -104,7 +107,7 @@ ENGINE: tuple[Internal, ...] = (
     ),
 )
 TOKENS: tuple[Internal, ...] = (
-    Called(f"{_ASYNC_LLM}.add_request", 4, ("lora_request", "reasoning_ended")),
+    Called(f"{_ASYNC_LLM}.add_request", 4, ("lora_request", "priority", "reasoning_ended")),
     Called(f"{_ASYNC_LLM}.abort", 2, ("internal",)),
     Called(f"{_OUTPUTS}:RequestOutputCollector", 2),
     Replaced(f"{_OUTPUTS}:RequestOutputCollector.put", ("output",)),

@@ -113,7 +113,8 @@ def options_for(model_path: Path) -> EngineOptions:
 
 
 def ask(prompt: list[int] = PROMPT, **changes) -> GenerationRequest:
-    fields = {"num_samples", "adapter", "tenant", "prompt_logprobs", "topk_prompt_logprobs", "topk_logprobs"}
+    fields = {"num_samples", "adapter", "tenant", "priority", "prompt_logprobs"}
+    fields |= {"topk_prompt_logprobs", "topk_logprobs"}
     own = {name: changes.pop(name) for name in fields & changes.keys()}
     return GenerationRequest(f"request-{next(IDS)}", prompt, SamplingParams(**changes), **own)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+from sampler_service.engine.vllm.scheduler import FairAsyncScheduler, FairScheduler, use_scheduler
 
 
 @dataclass
@@ -31,15 +31,15 @@ def _cleared(config: KVCacheConfig) -> ClearedKVCacheConfig:
     return ClearedKVCacheConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
 
 
-class ClearingScheduler(Scheduler):
-    """vLLM's scheduler with this configuration."""
+class ClearingScheduler(FairScheduler):
+    """The scheduler with this configuration."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, _cleared(kv_cache_config), *args, **kwargs)
 
 
-class ClearingAsyncScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler, which prepares a step while the previous one runs, with this configuration."""
+class ClearingAsyncScheduler(FairAsyncScheduler):
+    """The asynchronous scheduler with this configuration."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, _cleared(kv_cache_config), *args, **kwargs)
@@ -47,8 +47,7 @@ class ClearingAsyncScheduler(AsyncScheduler):
 
 def clear_new_blocks(config: Any) -> None:
     """Make an engine of this configuration list its new blocks; call it before the engine is created."""
-    scheduler = ClearingAsyncScheduler if config.scheduler_config.async_scheduling else ClearingScheduler
-    config.scheduler_config.scheduler_cls = f"{scheduler.__module__}.{scheduler.__name__}"
+    use_scheduler(config, ClearingScheduler, ClearingAsyncScheduler)
 
 
 def clear_on(model_runner: Any) -> None:

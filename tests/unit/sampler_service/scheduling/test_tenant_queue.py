@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from sampler_service.engine.protocol import AT_ONCE, priority_of
 from sampler_service.scheduling.tenant_queue import HeldPlaces, TenantQueue
 
 A, B = "anquetil", "bartali"
@@ -35,6 +36,10 @@ class Requests:
         else:
             self._ends[name].set()
         await settled()
+
+    def priorities(self, name: str, completions: int = 1) -> list[int]:
+        """Return the priorities of a request's completions in the engine."""
+        return [priority_of(sample, self._held[name].priority) for sample in range(completions)]
 
     async def cancel(self, name: str) -> None:
         self.tasks[name].cancel()
@@ -191,3 +196,40 @@ async def test_one_that_is_first_and_leaves_lets_the_next_of_its_tenant_in():
         await sent.end(f"{B}2")
         await sent.end(f"{A}0")
         assert sent.begun[3:] == [f"{A}1"]
+
+
+async def test_what_waits_in_the_engine_goes_by_turns_of_the_tenants():
+    """The engine runs 4 of A's 8, and has had an end of 2 when B comes."""
+    async with requests(16, first_at_once=True) as sent:
+        await sent.send(f"{A}0", 8)
+        await sent.end(f"{A}0", 2)
+        await sent.send(f"{B}0")
+        await sent.send(f"{B}1", 4)
+        waiting = sent.priorities(f"{A}0", 8)[6:]
+        assert max(sent.priorities(f"{B}1", 4)) == waiting[0], "B has had as many as A when it comes to A's seventh"
+        await sent.send(f"{A}1", 2)
+        assert min(sent.priorities(f"{A}1", 2)) > max(waiting)
+
+
+async def test_one_completion_of_a_tenant_that_has_none_in_the_engine_starts_at_once():
+    async with requests(16, first_at_once=True) as sent:
+        await sent.send(f"{A}0", 3)
+        await sent.send(f"{A}1")
+        assert [number < 0 for number in sent.priorities(f"{A}0", 3)] == [True, False, False]
+        assert sent.priorities(f"{A}1") == [3]
+        await sent.end(f"{A}0")
+        await sent.end(f"{A}1")
+        await sent.send(f"{A}2")
+        assert sent.priorities(f"{A}2") == [4 - AT_ONCE]
+
+
+async def test_what_a_tenant_gives_up_sets_no_other_back():
+    async with requests(16, first_at_once=True) as sent:
+        await sent.send(f"{A}0", 1000)
+        await sent.cancel(f"{A}0")
+        await sent.send(f"{B}0")
+        await sent.send(f"{B}1")
+        await sent.send(f"{A}1")
+        await sent.send(f"{A}2")
+        assert sent.priorities(f"{B}1") < sent.priorities(f"{A}2")
+        assert sent.priorities(f"{B}1") == [1]
