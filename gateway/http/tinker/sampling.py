@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, StrictInt, model_validator
 
 from gateway.http.services import Services, without_nulls
 from gateway.http.tinker import tensors
@@ -44,7 +44,7 @@ class Params(Body):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | list[StrictInt] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -113,6 +113,9 @@ class Sampling:
         for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if getattr(request, name):
                 raise errors.Unsupported("is not served; leave it out", field=name)
+        if request.prompt_logprobs_last_n is not None and not request.prompt_logprobs:
+            message = "has no effect without prompt_logprobs; set that too"
+            raise errors.InvalidArgument(message, field="prompt_logprobs_last_n")
         sampler = self.sampler(tenant, request.sampling_session_id)
         try:
             with _named_as_here():

@@ -106,6 +106,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]).item()
     if not math.isfinite(norm):
         raise NonFiniteGradient(
-            "the gradient held NaN or infinity and was dropped; look at the batch's logprobs, advantages and weights."
+            "the gradient or its norm is NaN or infinite, and was dropped; look at the batch's logprobs, advantages "
+            "and weights."
         )
     return norm

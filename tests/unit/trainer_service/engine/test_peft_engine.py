@@ -20,6 +20,7 @@ from support.models.tiny_models import VOCAB_SIZE
 
 from paceline.errors import (
     NoGradient,
+    NonFiniteGradient,
     OutOfMemory,
 )
 from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
@@ -213,6 +214,14 @@ def test_adamw_honours_every_setting(engine):
             expected[name] = expected[name] * (1 - 0.03 * 0.1) - 0.03 * update
     for name, weight in weights(engine).items():
         torch.testing.assert_close(weight.double(), expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_gradient_whose_norm_is_too_large_is_named_as_that(engine):
+    data = make_data((5,))
+    data[0].loss_inputs["weights"][-1] = 1e30
+    assert train(engine, data=data).metrics["nonfinite_gradient:sum"] == 0
+    with pytest.raises(NonFiniteGradient, match="or its norm is NaN or infinite"):
+        engine.optim_step("run", ADAM)
 
 
 def test_non_finite_gradient_is_dropped_without_a_step(engine):

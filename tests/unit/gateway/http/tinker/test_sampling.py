@@ -1,4 +1,4 @@
-"""What a sampling client is told of weights that are gone."""
+"""What a sampling client is told of weights that are gone, and of fields without effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.patience import PATIENCE
 
 from gateway.http.tinker.futures import Futures
 from gateway.http.tinker.names import Aliases
-from gateway.http.tinker.sampling import Asample, Prompt, Sampling
+from gateway.http.tinker.sampling import Asample, Params, Prompt, Sampling
 from gateway.http.tinker.store import Sampler, Store
 from paceline import errors
 from paceline.waiting_bytes import WaitingBytes
@@ -29,6 +29,20 @@ async def futures(tmp_path):
     yield futures
     await futures.close()
     store.close()
+
+
+async def test_a_number_of_log_probabilities_that_are_not_asked_for_is_refused(futures):
+    sampling = Sampling(Forgetful(), futures._store, Aliases(()), futures, b"secret")
+    prompt = Prompt(chunks=[{"type": "encoded_text", "tokens": [1, 2]}])
+    request = Asample(sampling_session_id="s:sample:0", seq_id=0, prompt=prompt, prompt_logprobs_last_n=1)
+    await futures.post(sampling.sample, "s:sample:0:0", "tenant", "s", request)
+    told = json.loads((await futures.result("tenant", "s:sample:0:0", PATIENCE)).body)
+    assert "prompt_logprobs_last_n: has no effect without prompt_logprobs" in told["error"]
+
+
+def test_true_is_no_token_that_stops():
+    with pytest.raises(ValueError, match="valid integer"):
+        Params(stop=[True])
 
 
 async def test_a_snapshot_that_is_gone_is_named_with_what_keeps_weights(futures):
