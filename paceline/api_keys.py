@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from paceline import errors
+from paceline.regular_files import NotRegularFile, read_file
 from paceline.rpc.identity import is_tenant
 from paceline.secret_files import lock, write_secret
 
@@ -48,8 +50,14 @@ _OF_NO_KEY = frozenset(map(hash_token, ("", " ", "\n", "\r\n", "\t", PREFIX, PRE
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read a keys file. Raises InvalidArgument that names the problem."""
     try:
-        keys = tuple(ApiKey(**entry) for entry in json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        # The gateway reads the file between calls, so a pipe must not block it. Kubernetes' secrets are links.
+        entries = json.loads(read_file(Path(os.path.realpath(path))))
+        if not isinstance(entries, list):
+            raise ValueError(f"it is a {type(entries).__name__}")
+        keys = tuple(ApiKey(**entry) for entry in entries)
+    except NotRegularFile as error:
+        raise errors.InvalidArgument(f"{path} cannot be read: it is no regular file", field="keys_file") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = error.strerror if isinstance(error, OSError) else f"not a list of name, tenant, sha256: {error}"
         raise errors.InvalidArgument(f"{path} cannot be read: {problem}", field="keys_file") from error
     for key in keys:
@@ -73,6 +81,9 @@ def update_keys(path: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiK
                 _check(key)
             if after != before:
                 write_secret(path, (json.dumps([asdict(key) for key in after], indent=2) + "\n").encode(), mode)
+    except FileNotFoundError as error:
+        message = f"{path.parent} does not exist; make this folder, or name a file in another"
+        raise errors.InvalidArgument(message, field="keys_file") from error
     except OSError as error:
         raise errors.InvalidArgument(
             f"{error.filename} cannot be written: {error.strerror}; run this as the user who owns {path}, "

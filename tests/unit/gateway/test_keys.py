@@ -8,6 +8,7 @@ import resource
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from structlog.testing import capture_logs
@@ -61,13 +62,34 @@ def test_changes_of_the_file_are_seen(keys_file):
     assert ring.identify(second) is not None
 
 
-def test_an_unusable_file_leaves_the_keys_as_they_were(keys_file):
+@pytest.mark.parametrize("text", ["", "[{", "{}", '""', "null", "[" * 100_000])
+def test_an_unusable_file_leaves_the_keys_as_they_were(keys_file, text):
     key = add_key(keys_file, "team-a", "laptop")
     ring = KeyRing(keys_file)
-    keys_file.write_text("[{")
+    keys_file.write_text(text)
     assert ring.identify(key) is not None
     keys_file.unlink()
     assert ring.identify(key) is not None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_a_folder_is_not_waited_for(keys_file, make):
+    key = add_key(keys_file, "team-a", "laptop")
+    ring = KeyRing(keys_file)
+    keys_file.unlink()
+    make(keys_file)
+    found: list[Identity | None] = []
+    identified = Thread(target=lambda: found.append(ring.identify(key)), daemon=True)
+    identified.start()
+    identified.join(10)
+    assert found == [Identity("team-a", "laptop")]
+
+
+def test_a_link_is_followed_as_kubernetes_secrets_are_links(keys_file):
+    key = add_key(keys_file, "team-a", "laptop")
+    link = keys_file.with_name("link.json")
+    link.symlink_to(keys_file.name)
+    assert KeyRing(link).identify(key) == Identity("team-a", "laptop")
 
 
 def test_a_removed_key_is_refused_although_the_first_reading_after_its_removal_failed(keys_file):
@@ -118,7 +140,7 @@ def test_commands_at_the_same_time_lose_no_change(keys_file):
 
 
 def test_a_folder_that_does_not_exist_is_named(keys_file):
-    with pytest.raises(errors.InvalidArgument, match="nowhere"):
+    with pytest.raises(errors.InvalidArgument, match="nowhere does not exist; make this folder"):
         add_key(keys_file.parent / "nowhere" / "keys.json", "team-a", "laptop")
 
 
