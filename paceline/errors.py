@@ -292,6 +292,14 @@ class ModelNotLoadable(FailedPrecondition, reason="MODEL_NOT_LOADABLE"):
     """The sampler's engine cannot load these weights; it keeps serving the previous ones."""
 
 
+class NotServable(FailedPrecondition, reason="NOT_SERVABLE"):
+    """No watching sampler can serve what the run trains; `field` is the field of CreateRun that decides it."""
+
+
+class NotServableWarning(UserWarning):
+    """A new run could be saved, but not published: no watching sampler can serve what it trains."""
+
+
 class SeqIdGap(PacelineError, reason="SEQ_ID_GAP"):
     """Earlier commands of the run did not arrive in time."""
 

@@ -112,6 +112,7 @@ class SamplerService:
             model,
             agreement,
             self._metrics,
+            serves=self._mode.serves,
             needs_volume=bridge.needs_volume,
             offers=None if bridge.needs_volume or group else offers,
             group=group,

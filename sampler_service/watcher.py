@@ -18,6 +18,7 @@ from paceline.rpc.status import error_from_rpc
 from paceline.types import ModelInfo, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.agreement import AgreementStatus
+from sampler_service.engine.options import Serves
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import LoadedVersion, VersionResolver, Versions
 from sampler_service.transports.base import VersionKey
@@ -52,6 +53,7 @@ class VersionWatcher:
         agreement: AgreementStatus,
         metrics: SamplerMetrics,
         *,
+        serves: Serves,
         needs_volume: bool,
         offers: Offers | None,
         group: GroupReceiver | None,
@@ -65,6 +67,7 @@ class VersionWatcher:
         self._model = model
         self._agreement = agreement
         self._metrics = metrics
+        self._serves = serves
         self._needs_volume = needs_volume
         self._offers = offers
         self._group = group
@@ -135,6 +138,9 @@ class VersionWatcher:
             base_model=self._model.name,
             base_sha256=self._model.weights_sha256,
             needs_volume=self._needs_volume,
+            serves=self._serves,
+            max_lora_rank=self._model.max_lora_rank,
+            unserved_modules=self._model.unserved_modules,
         )
 
     def _hear(self, message: pb.WatchVersionsResponse) -> None:

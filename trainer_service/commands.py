@@ -262,13 +262,15 @@ class CommandExecutor:
     ) -> Message:
         """Publish the run's weights as its next version; reuse the one that this command made before a crash.
 
-        The run continues once its weights are captured. Raises DiskFull or QuotaExceeded before anything is started. If
-        it fails for good before it takes a number, one is left out: it may have been announced before a crash.
+        The run continues once its weights are captured. Raises NotServable, DiskFull or QuotaExceeded before anything
+        is started. If it fails for good before it takes a number, one is left out: it may have been announced before a
+        crash.
         """
         number = run.next_version
         try:
             with ExitStack() as room:
                 if not self._publisher.has_made(run, command.seq_id):
+                    self._publisher.check_servable(run)
                     size = run.state_bytes(CheckpointKind.SAMPLER)
                     self._guard.check_free(self._settings.checkpoint_dir, size)
                     room.enter_context(self._guard.reserve(run.tenant, size))

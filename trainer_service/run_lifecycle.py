@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
+from dataclasses import replace
+from typing import cast
 
 from paceline import errors, layout
 from paceline.background import Background, uninterrupted
@@ -22,6 +24,8 @@ from trainer_service.runs.registry import RunRegistry
 
 _KNOWN_CLIENTS = 64
 """Newest AttachRun requests of a run that are recognised when they are repeated."""
+
+_ONLY_SAVED = "so that it can be saved, but not published"
 
 _log = get_logger(__name__)
 
@@ -60,10 +64,13 @@ class RunLifecycle:
         base_model: str,
         parameters: RunParameters | CheckpointPath,
         user_metadata: Mapping[str, str],
+        *,
+        unembed_if_served: bool = False,
     ) -> RunRecord:
         """Create a run, or return the one that the same request created.
 
-        A checkpoint as `parameters` means the configuration of its run. Raises RequestIdReused if another request used
+        With `unembed_if_served` it has no adapter on the output head if only that keeps all samplers from serving it. A
+        checkpoint as `parameters` means the configuration of its run. Raises RequestIdReused if another request used
         the request_id.
         """
         validation.check_request_id(request_id)
@@ -82,7 +89,26 @@ class RunLifecycle:
                 base_model, user_metadata = base_model or origin.base_model, user_metadata or origin.user_metadata
                 parameters = origin.parameters
             self._check(identity, base_model, parameters, user_metadata)
-            return await self._create(identity, request_id, digest, parameters, user_metadata)
+            return await self._create(
+                identity, request_id, digest, parameters, user_metadata, unembed_if_served=unembed_if_served
+            )
+
+    def warnings(self, record: RunRecord, asked: RunParameters | CheckpointPath) -> list[str]:
+        """Say what `asked` of a run was left out, and what keeps every watching sampler from serving the run."""
+        found = list[str]()
+        given = record.parameters
+        if _trains_head(asked) and not _trains_head(given):
+            found.append("the output head gets no adapter, as with train_unembed=False: no sampler serves one there")
+        with suppress(errors.EngineUnavailable):
+            if (obstacle := self._publisher.obstacle(given, record.adapted_modules)) is not None:
+                found.append(f"no watching sampler can serve what the run trains, {_ONLY_SAVED}; {obstacle.message}")
+        for warning in found:
+            _log.warning("run not served as asked", run=record.run_id, tenant=record.tenant, warning=warning)
+        return found
+
+    def unserved_modules(self) -> Set[str]:
+        """Return the modules of the base model on which none of the watching samplers serves an adapter."""
+        return self._publisher.unserved_modules()
 
     def _check(
         self, identity: Identity, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
@@ -105,10 +131,17 @@ class RunLifecycle:
         digest: bytes,
         parameters: RunParameters,
         user_metadata: Mapping[str, str],
+        *,
+        unembed_if_served: bool,
     ) -> RunRecord:
         run_id = layout.new_run_id()
         engines_lost = self._registry.engines_lost
         made = await self._engine.create_run(run_id, parameters)
+        head_is_optional = unembed_if_served and _trains_head(parameters)
+        if head_is_optional and self._publisher.serves_without_head(parameters, made.modules):
+            await self._engine.delete_run(run_id)
+            parameters = replace(cast("LoraConfig", parameters), train_unembed=False)
+            made = await self._engine.create_run(run_id, parameters)
         try:
             async with self._registry.creating(run_id, identity.tenant) as (sequencer, snapshots):
                 record = RunRecord(
@@ -173,3 +206,7 @@ class RunLifecycle:
             self._checkpoints.newest_states.forget(record.run_id)
             await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)
+
+
+def _trains_head(parameters: RunParameters | CheckpointPath) -> bool:
+    return isinstance(parameters, LoraConfig) and parameters.train_unembed

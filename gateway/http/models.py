@@ -20,6 +20,7 @@ from paceline.types.v1 import model_pb2
 NEWEST = "newest"
 _OWNER = "paceline"
 _PAGE = 1000
+_INFO_SECONDS = 5.0
 Page = TypeVar("Page", pb.ListRunsResponse, pb.ListCheckpointsResponse)
 _VERSION = re.compile(r"[1-9][0-9]{0,14}")
 
@@ -154,6 +155,22 @@ class Models:
     async def describe_sampler(self, tenant: str) -> sampler_pb.GetServerInfoResponse:
         """Return a sampler's description of itself."""
         return await self._services.call(tenant, sampler_pb.GetServerInfoRequest(), sampler_pb.GetServerInfoResponse)
+
+    async def unserved_head(self, tenant: str) -> str:
+        """Return the name of the output head if no watching sampler serves an adapter on it.
+
+        Empty if one does, or if that is not known, because no sampler watches or the trainer is away.
+        """
+        if not self._services.router.trainer.ready:
+            return ""
+        request, reply = pb.GetServerInfoRequest(), pb.GetServerInfoResponse
+        try:
+            info = await self._services.call(tenant, request, reply, seconds=_INFO_SECONDS)
+        except (errors.Unavailable, errors.TimedOut, errors.Exhausted):
+            return ""
+        groups = (group for model in info.models for group in model.certificate.groups)
+        heads = {name for group in groups if group.name == "train_unembed" for name in group.modules}
+        return next((name for name in info.unserved_modules if name.rpartition(".")[2] in heads), "")
 
     def base_names(self, info: model_pb2.ModelInfo) -> tuple[str, ...]:
         """Return the names of the base model."""

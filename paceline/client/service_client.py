@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ from paceline.client.results import path_of
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.training_client import TrainingClient
 from paceline.client.transport import Transport, blocking
+from paceline.errors import NotServableWarning
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
@@ -103,8 +105,9 @@ class ServiceClient(Catalog):
         """Create a run that trains a LoRA adapter (see LoraConfig) and return its client.
 
         An empty `base_model` means the served one; `user_metadata` is stored with the run. The client's `get_info`
-        lists the adapted modules. Errors: ModelNotFound, RankTooLarge, OutOfRange, InvalidArgument (a group that the
-        model can only partly adapt), TooManyRuns.
+        lists the adapted modules. Warns with NotServableWarning if samplers watch and none of them can serve such a
+        run, which could be saved, but not published. Errors: ModelNotFound, RankTooLarge, OutOfRange, InvalidArgument
+        (a group that the model can only partly adapt), TooManyRuns.
         """
         lora = LoraConfig(
             rank,
@@ -232,7 +235,10 @@ class ServiceClient(Catalog):
     async def _create_run(self, request: pb.CreateRunRequest) -> TrainingClient:
         request.request_id = uuid4().hex
         call = self.transport.call(self.transport.trainer.CreateRun, request, "training")
-        return await self.get_training_client_async((await self.transport.submit(call)).run.run_id)
+        made = await self.transport.submit(call)
+        for warning in made.warnings:
+            warnings.warn(f"run {made.run.run_id}: {warning}", NotServableWarning, stacklevel=2)
+        return await self.get_training_client_async(made.run.run_id)
 
     async def _from_state(self, path: str, *, with_optimizer: bool) -> TrainingClient:
         try:

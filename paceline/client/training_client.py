@@ -211,7 +211,7 @@ class TrainingClient(Connected):
         acknowledgements to wait for: those of all watching samplers (at least one), of any, or none. After
         `ack_timeout` seconds (at most 86400) the call raises AckTimeout, but the version exists. Samplers with bridge
         `restart` accept versions of full-parameter runs. Errors: InvalidArgument, NonFinite, OutOfRange, AckTimeout,
-        DiskFull, the error with which a sampler refused the version.
+        DiskFull, NotServable, the error with which a sampler refused the version.
         """
         if wait_for not in _ACK_POLICIES:
             raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")

@@ -73,6 +73,7 @@ def model_info_to_proto(info: ModelInfo) -> pb.ModelInfo:
         num_layers=info.num_layers,
         certificate=None if info.certificate is None else _certificate_to_proto(info.certificate),
         weights_sha256=info.weights_sha256,
+        unserved_modules=info.unserved_modules,
     )
 
 
@@ -87,6 +88,7 @@ def model_info_from_proto(message: pb.ModelInfo) -> ModelInfo:
         num_layers=message.num_layers,
         certificate=_certificate_from_proto(message.certificate) if message.HasField("certificate") else None,
         weights_sha256=message.weights_sha256,
+        unserved_modules=tuple(message.unserved_modules),
     )
 
 

@@ -103,3 +103,5 @@ class ModelInfo:
     """Result of the trainer's startup check; None from samplers."""
     weights_sha256: str = ""
     """Identity of the base weights, independent of how they are split into files; empty if unknown."""
+    unserved_modules: tuple[str, ...] = ()
+    """Full names of the linear modules on which the sampler serves no adapter; empty from the trainer."""

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from support.models.engine_cases import warmed
-from support.models.tiny_models import make_tiny
+from support.models.tiny_models import make_tiny, make_tiny_qwen2
 from support.stacks.sampler_contract import IDS, PROMPT, options_for
 
 from paceline.errors import InvalidShape
@@ -70,3 +70,14 @@ async def test_modules_that_vllm_cannot_adapt_are_named(tmp_path):
         with pytest.raises(InvalidShape, match=r"model\.layers\.0\.mlp\.gate_up_proj"):
             await engine.add_adapter(Adapter(next(IDS), "run@1", tmp_path))
         assert np.isfinite((await engine.compute_logprobs(TOKENS, None, ""))[1:]).all()
+        fused = {f"model.layers.{layer}.mlp.gate_up_proj" for layer in range(2)}
+        assert fused <= set(engine.describe().unserved_modules)
+
+
+async def test_a_head_without_adapters_is_said_beforehand_and_an_adapter_on_it_refused(tmp_path):
+    directory = make_tiny_qwen2(tmp_path / "model")
+    trained(directory, LoraConfig(rank=4, train_unembed=True)).save_adapter("run", tmp_path)
+    async with sampler_of(directory) as engine:
+        assert engine.describe().unserved_modules == ("lm_head",)
+        with pytest.raises(InvalidShape, match="vLLM serves no adapter on 1 modules, such as lm_head"):
+            await engine.add_adapter(Adapter(next(IDS), "run@1", tmp_path))

@@ -152,7 +152,7 @@ def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, 
         assert engine
         assert descendants("EngineCore", cluster.sampler.process.pid) == engine, "the engine was never built again"
         wait_for(lambda: not [*tmp_path.rglob(MODEL_FILE)])
-        with pytest.raises(errors.Unsupported):
+        with pytest.raises(errors.NotServable, match="no adapters: train all parameters"):
             service.create_lora_training_client(rank=4).publish_weights(wait_for="any").result()
 
 

@@ -190,7 +190,7 @@ def test_another_run_s_versions_and_adapters_are_refused(service, training, base
     with pytest.raises(errors.Unsupported):
         publish(other)
     adapter = service.create_lora_training_client(rank=4)
-    with pytest.raises(errors.Unsupported):
+    with pytest.raises(errors.NotServable, match="no adapters: train all parameters"):
         adapter.publish_weights(wait_for="all").result()
     request = WriteRequest("of weights before", training.run_id, 99, "default")
     with pytest.raises(errors.BaseUnavailable), write_turn(base_dir, request):

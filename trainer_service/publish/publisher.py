@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +14,7 @@ from time import perf_counter
 from paceline import errors, layout, weights
 from paceline.log import get_logger
 from paceline.trainer.v1.trainer_service_pb2 import PublishWeightsResponse
-from paceline.types import FullParameters, ServedModel
+from paceline.types import AdapterGroup, FullParameters, RunParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.protocol import PublishedAs
@@ -22,6 +22,7 @@ from trainer_service.failpoints import Failpoints
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
+from trainer_service.publish.servable import Obstacle, without_head
 from trainer_service.publish.volume_copies import VersionCopy, VolumeCopies
 from trainer_service.publish.watch_hub import AckPolicy, WatchHub
 from trainer_service.runs.record import RunRecord
@@ -147,6 +148,29 @@ class Publisher:
             stage_milliseconds=1e3 * (staged - start),
             total_milliseconds=1e3 * (perf_counter() - start),
         )
+
+    def obstacle(self, parameters: RunParameters, modules: Collection[str]) -> Obstacle | None:
+        """Return why no watching sampler can serve a run that adapts `modules`; None if one can, or none watches."""
+        return self._hub.obstacle(parameters, modules, self._groups())
+
+    def serves_without_head(self, parameters: RunParameters, modules: Collection[str]) -> bool:
+        """Return whether a watching sampler can serve a run only without an adapter on the output head."""
+        rest = without_head(modules, self._groups())
+        return bool(rest) and self.obstacle(parameters, modules) is not None and self.obstacle(parameters, rest) is None
+
+    def check_servable(self, run: RunRecord) -> None:
+        """Refuse a run that no watching sampler can serve, if at least one watches. Raises NotServable."""
+        if (found := self.obstacle(run.parameters, run.adapted_modules)) is not None:
+            message = f"no watching sampler can serve what the run trains; {found.message}"
+            raise errors.NotServable(message, field=found.field)
+
+    def unserved_modules(self) -> Set[str]:
+        """Return the modules of the base model on which none of the watching samplers serves an adapter."""
+        return self._hub.unserved_modules()
+
+    def _groups(self) -> Sequence[AdapterGroup]:
+        certificate = self._engine.describe().certificate
+        return certificate.groups if certificate is not None else ()
 
     def has_made(self, run: RunRecord, seq_id: int) -> bool:
         """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""

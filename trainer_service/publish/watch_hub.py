@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -15,11 +15,15 @@ from itertools import chain
 from paceline import errors
 from paceline.codec.models import served_model_from_proto
 from paceline.log import get_logger
-from paceline.types import ServedModel
+from paceline.types import AdapterGroup, RunParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
+from trainer_service.publish.servable import Obstacle, ServingLimits, obstacle
 
 VersionKey = tuple[str, int]
 """run_id and version number."""
+
+_NO_LIMITS = ServingLimits()
+"""Those of a sampler that reports none."""
 
 _log = get_logger(__name__)
 
@@ -47,6 +51,8 @@ class Watcher:
     """Whether the sampler wants to be notified of versions as soon as their files are staged."""
     needs_volume: bool = False
     """Whether the sampler loads versions only from the checkpoint volume."""
+    limits: ServingLimits = _NO_LIMITS
+    """What the sampler serves."""
     instance: str = ""
     """Distinguishes a sampler that reconnects from another one of the same name; empty if not reported."""
     outbox: asyncio.Queue[pb.WatchVersionsResponse | errors.PacelineError | None] = field(default_factory=asyncio.Queue)
@@ -100,6 +106,26 @@ class WatchHub:
     def watchers(self) -> list[Watcher]:
         """Return all watchers."""
         return list(self._watchers.values())
+
+    def obstacle(
+        self, parameters: RunParameters, modules: Collection[str], groups: Sequence[AdapterGroup]
+    ) -> Obstacle | None:
+        """Return why no watching sampler can serve a run that adapts `modules`.
+
+        None if one of them can, or if none watches. `groups` are those of the base model.
+        """
+        found = None
+        for watcher in self._watchers.values():
+            one = obstacle(watcher.sampler_id, watcher.limits, parameters, modules, groups)
+            if one is None:
+                return None
+            found = found or one
+        return found
+
+    def unserved_modules(self) -> Set[str]:
+        """Return the modules of the base model on which none of the watching samplers serves an adapter."""
+        unserved = [watcher.limits.unserved_modules for watcher in self._watchers.values()]
+        return frozenset.intersection(*unserved) if unserved else frozenset()
 
     async def join(self, watcher: Watcher) -> None:
         """Add a watcher and announce the newest versions to it, unless it serves them as such already.

@@ -91,6 +91,7 @@ class TrainerServicer(TrainerServiceServicer):
             max_message_bytes=self._settings.max_message_bytes,
             max_datums=self._settings.max_datums,
             agreements=self._visible_agreements(),
+            unserved_modules=sorted(self._lifecycle.unserved_modules()),
         )
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
@@ -122,8 +123,11 @@ class TrainerServicer(TrainerServiceServicer):
             request.base_model,
             parameters,
             request.user_metadata,
+            unembed_if_served=request.unembed_if_served,
         )
-        return pb.CreateRunResponse(run=await self._public(record))
+        return pb.CreateRunResponse(
+            run=await self._public(record), warnings=self._lifecycle.warnings(record, parameters)
+        )
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=await self._public(self._run(request.run_id)))

@@ -22,6 +22,7 @@ from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.publisher import Publisher
+from trainer_service.publish.servable import ServingLimits
 from trainer_service.publish.watch_hub import Watcher, WatchHub
 from trainer_service.runs.registry import RunRegistry
 
@@ -108,6 +109,7 @@ class WeightServicer(WeightServiceServicer):
                     joins_group=hello.joins_group,
                     links_staged=hello.links_staged,
                     needs_volume=hello.needs_volume,
+                    limits=ServingLimits(hello.serves, hello.max_lora_rank, frozenset(hello.unserved_modules)),
                     instance=hello.instance,
                 )
                 watcher.outbox.put_nowait(pb.WatchVersionsResponse(welcome=pb.Welcome(trainer_instance=self._instance)))

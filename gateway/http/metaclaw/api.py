@@ -113,6 +113,7 @@ class MetaClawApi:
                 "model": made.run.base_model,
                 "rank": made.run.lora.rank,
                 "trainable_params": f"{made.run.trainable_parameters / 1e6:.2f}M",
+                **({"warnings": list(made.warnings)} if made.warnings else {}),
             }
 
         @router.post("/weights/save")

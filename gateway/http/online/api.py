@@ -166,7 +166,7 @@ class OnlineApi:
         elif model is not None and _settings(request, model) != (model.optimizer, model.lora):
             model, old = None, model  # Its run was never created.
         optimizer, lora = _settings(request, model or old)
-        await self._check_serves(tenant, request.model, is_lora=bool(lora))
+        await self._check_serves(tenant, request.model, lora)
         base_model = await self._models.served(tenant, "")
         if model is None:
             if old is not None:
@@ -217,9 +217,9 @@ class OnlineApi:
         if learner := self._learners.pop(model.model_id, None):
             await learner.close()
 
-    async def _check_serves(self, tenant: str, name: str, *, is_lora: bool) -> None:
+    async def _check_serves(self, tenant: str, name: str, lora: Mapping[str, Any]) -> None:
         """Check that a sampler can serve the model under its name. Raises InvalidArgument, Unsupported."""
-        info = await self._models.describe_sampler(tenant)
+        info, is_lora = await self._models.describe_sampler(tenant), bool(lora)
         if name.startswith("run-") or name in self._models.base_names(info.model):
             raise errors.InvalidArgument(
                 "is the base model's name, or begins with run-; choose a name of your own", field="model"
@@ -236,6 +236,9 @@ class OnlineApi:
                 "start the sampler without PACELINE_SAMPLER_SERVES=models",
                 field="lora",
             )
+        if is_lora and lora["rank"] > (most := info.model.max_lora_rank):
+            message = f"is {lora['rank']}; the sampler serves at most {most} (PACELINE_SAMPLER_MAX_LORA_RANK)"
+            raise errors.RankTooLarge(message, field="lora.rank")
 
     def _find(self, tenant: str, name: str) -> OnlineModel:
         model = self._store.model(tenant, name)

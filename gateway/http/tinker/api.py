@@ -167,7 +167,13 @@ class DataPlane:
         async def create_session(request: Request, body: CreateSession) -> dict[str, Any]:
             tenant = tenant_of(request)
             session_id = await self.sessions.open(tenant, body.tags, body.user_metadata, body.display_name)
-            return {"session_id": session_id, "type": "create_session"}
+            opened = {"session_id": session_id, "type": "create_session"}
+            if head := await self.models.unserved_head(tenant):
+                # The SDK logs it.
+                opened["warning_message"] = (
+                    f"no sampler here serves an adapter on {head}, so models are created as with train_unembed=False"
+                )
+            return opened
 
         @router.post("/session_heartbeat", response_model=None)
         async def session_heartbeat(request: Request, body: OfSession) -> JSONResponse | dict[str, str]:

@@ -27,11 +27,13 @@ from paceline.bodies import decoded
 from paceline.client.batching import sendable
 from paceline.client.retry import is_unread
 from paceline.layout import CheckpointPath
+from paceline.log import get_logger
 from paceline.tinker.v1 import tinker_pb2
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.v1 import lora_pb2
 from paceline.user_metadata import check_user_metadata
 
+_log = get_logger(__name__)
 _SECONDS = 600.0
 MAX_NUMBER = 10**15 - 2
 """Highest number of a command, a model or a sampler."""
@@ -202,6 +204,7 @@ class Training:
             base_model=self._aliases.served(request.base_model),
             lora=lora_pb2.LoraConfig(**lora.model_dump(exclude_none=True)),
             user_metadata=_texts(request.user_metadata),
+            unembed_if_served=True,  # The SDK asks for the head unless it is told not to.
         )
         model_id = model_id_of(request.session_id, request.model_seq_id)
         await self._make_model(tenant, model_id, request.session_id, request.base_model, message, first_seq_id=1)
@@ -358,11 +361,14 @@ class Training:
         first_seq_id: int,
     ) -> str:
         """Create a model's run, once, and return its id."""
-        if (made := self._store.model(model_id)) is not None:
-            return made.run_id
+        if (known := self._store.model(model_id)) is not None:
+            return known.run_id
         message.request_id = hashlib.sha256(model_id.encode()).hexdigest()
         create = partial(self._services.call, tenant, message, pb.CreateRunResponse, seconds=_SECONDS)
-        run = model_of(codec.run_from_proto((await self._with_room(tenant, create)).run))
+        made = await self._with_room(tenant, create)
+        for warning in made.warnings:
+            _log.warning("model not served as asked", model=model_id, run=made.run.run_id, warning=warning)
+        run = model_of(codec.run_from_proto(made.run))
         now = time()
         model = replace(
             run,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Set
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,8 +110,6 @@ class Started:
     sockets: OwnDirectory | None
     """Directory of vLLM's sockets; None if it has none of its own."""
     slots: Slots = field(default_factory=Slots)
-    served_modules: set[frozenset[str]] = field(default_factory=set)
-    """Sets of modules on which vLLM is known to serve adapters."""
 
 
 class VllmEngine:
@@ -178,7 +176,13 @@ class VllmEngine:
         sizes: list[int] = await while_alive(self.check_health, preparing)
         if direct and config.parallel_config.distributed_executor_backend is UniProcExecutor:
             await llm.engine_core.call_utility_async(mid_step_loads.METHOD)
-        self._started = replace(self._started, slots=Slots(self._options.max_active_versions, sum(sizes)))
+        left_out = llm.collective_rpc("unmatched_adapter_modules", args=(sorted(linear),))
+        unserved = set.intersection(*map(set, await while_alive(self.check_health, left_out)))
+        self._started = replace(
+            self._started,
+            slots=Slots(self._options.max_active_versions, sum(sizes)),
+            info=replace(info, unserved_modules=tuple(sorted(unserved))),
+        )
 
     async def stop(self) -> None:
         if self._started is None:
@@ -201,8 +205,8 @@ class VllmEngine:
         engine = self._live()
         shapes = await asyncio.to_thread(read_adapter, adapter.path)
         check_adapter(shapes, engine.linear, self._options.max_lora_rank)
+        _check_served(shapes.modules.keys() & set(engine.info.unserved_modules))
         with translated():
-            await _check_served(engine, frozenset(shapes.modules))
             start = perf_counter()
             call = (adapter.adapter_id, adapter.name, str(adapter.path), adapter.in_memory)
             loaded: list[tuple[float, bool]] = await engine.llm.collective_rpc("load_adapter", args=call)
@@ -328,15 +332,11 @@ def _make_llm(config: VllmConfig, model_path: Path) -> AsyncLLM:
         raise
 
 
-async def _check_served(engine: Started, modules: frozenset[str]) -> None:
-    """Refuse an adapter that vLLM would apply only in part. Each set of modules is checked once."""
-    if modules in engine.served_modules:
-        return
-    left_out = await engine.llm.collective_rpc("unmatched_adapter_modules", args=(sorted(modules),))
-    missing = set.intersection(*map(set, left_out))
-    if missing:
-        raise InvalidShape(f"vLLM serves no adapter on {len(missing)} modules, such as {min(missing)}", field="adapter")
-    engine.served_modules.add(modules)
+def _check_served(left_out: Set[str]) -> None:
+    """Refuse an adapter that vLLM would apply only in part, without these modules."""
+    if left_out:
+        message = f"vLLM serves no adapter on {len(left_out)} modules, such as {min(left_out)}"
+        raise InvalidShape(message, field="adapter")
 
 
 def _tap(llm: AsyncLLM, options: EngineOptions) -> TokenTap | None:

@@ -55,7 +55,7 @@ class _LosingWatch:
 def _watcher(link):
     registry = SimpleNamespace(listeners=SimpleNamespace(loaded=[], released=[]), held=list)
     parts = (link, registry, SimpleNamespace(), "sampler", MODEL, SimpleNamespace(), SimpleNamespace())
-    return VersionWatcher(*parts, needs_volume=False, offers=None, group=None)
+    return VersionWatcher(*parts, serves="adapters", needs_volume=False, offers=None, group=None)
 
 
 FAILURE = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())

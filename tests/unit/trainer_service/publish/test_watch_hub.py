@@ -8,7 +8,9 @@ import pytest
 
 from paceline import errors
 from paceline.layout import new_run_id
+from paceline.types import AdapterGroup, FullParameters, LoraConfig
 from paceline.weights.v1 import weight_service_pb2 as pb
+from trainer_service.publish.servable import ServingLimits
 from trainer_service.publish.watch_hub import AckPolicy, Watcher, WatchHub
 
 RUN = new_run_id()
@@ -182,3 +184,42 @@ async def test_a_sampler_that_did_not_watch_at_a_runs_deletion_is_told_when_it_j
     watcher = await joined(hub, held={(RUN, 1): OURS, (RUN, 2): OURS, (other, 1): OURS})
     assert [message.run_deleted.run_id for message in told(watcher)] == [RUN]
     assert told(await joined(hub, "two", held={(other, 1): OURS})) == []
+
+
+GROUPS = (AdapterGroup("train_attn", ("q_proj",)), AdapterGroup("train_unembed", ("lm_head",)))
+MODULES = ("model.layers.0.q_proj", "lm_head")
+HEADLESS = ServingLimits("adapters", 16, frozenset({"lm_head"}))
+UNSERVABLE = {
+    "head": (HEADLESS, LoraConfig(train_unembed=True, rank=8), "lora.train_unembed", "lm_head: set train_unembed=Fa"),
+    "named": (HEADLESS, LoraConfig(8, target_modules=("lm_head",)), "lora.target_modules", "out of target_modules"),
+    "group": (
+        ServingLimits("adapters", 16, frozenset(MODULES)),
+        LoraConfig(rank=8),
+        "lora.train_attn",
+        "0.q_proj and 1 other modules: train an adapter without these modules: set train_attn=False",
+    ),
+    "rank": (ServingLimits("adapters", 4), LoraConfig(rank=8), "lora.rank", "set rank to at most 4"),
+    "adapter": (ServingLimits("models", 16), LoraConfig(rank=8), "lora", "no adapters: train all parameters"),
+    "whole": (ServingLimits("adapters", 16), FullParameters(), "full", "no whole models: train an adapter"),
+}
+
+
+@pytest.mark.parametrize(("limits", "parameters", "field", "message"), UNSERVABLE.values(), ids=UNSERVABLE)
+async def test_a_run_is_unservable_while_samplers_watch_of_which_none_can_serve_it(limits, parameters, field, message):
+    hub, modules = WatchHub(), () if isinstance(parameters, FullParameters) else MODULES
+    assert hub.obstacle(parameters, modules, GROUPS) is None
+    await hub.join(Watcher("one", {}, limits=limits))
+    found = hub.obstacle(parameters, modules, GROUPS)
+    assert (found.field, message in found.message) == (field, True)
+    await hub.join(able := Watcher("other", {}))
+    assert hub.obstacle(parameters, modules, GROUPS) is None
+    await hub.leave(able)
+    assert hub.obstacle(parameters, modules, GROUPS) == found
+
+
+async def test_modules_count_as_unserved_if_no_sampler_that_watches_serves_them():
+    hub = WatchHub()
+    assert not hub.unserved_modules()
+    await hub.join(Watcher("one", {}, limits=ServingLimits("adapters", 16, frozenset(MODULES))))
+    await hub.join(Watcher("other", {}, limits=HEADLESS))
+    assert hub.unserved_modules() == {"lm_head"}
