@@ -47,8 +47,7 @@ def read_messages(messages: Any) -> list[Message]:
 
     Raises InvalidArgument, MissingField, UnknownField, Unsupported.
     """
-    if not isinstance(messages, list) or not messages:
-        raise errors.InvalidArgument("must be a list of messages, at least one", field="messages")
+    _check_list(messages, "messages", "a list of messages, at least one")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
@@ -59,8 +58,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
     """
     if tools is None:
         return None
-    if not isinstance(tools, list) or not tools:
-        raise errors.InvalidArgument("must be a list of tools, at least one; leave it out for none", field="tools")
+    _check_list(tools, "tools", "a list of tools, at least one; leave it out for none")
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
@@ -105,13 +103,15 @@ def texts_of(content: str | list[dict[str, str]] | None) -> list[str]:
 
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, dict):
-        raise errors.InvalidArgument("must be an object", field=place)
+        raise errors.InvalidArgument.must_be("an object", place)
     given = {name: value for name, value in message.items() if value is not None and value != []}
     for name in given.keys() - MESSAGE_FIELDS:
         raise errors.UnknownField("is not known; leave it out", field=f"{place}.{name[:80]}")
     role = given.get("role")
-    if not isinstance(role, str) or not role:
-        raise errors.InvalidArgument("must be a name, such as user or assistant", field=f"{place}.role")
+    if role is None or role == "":
+        raise errors.MissingField("is not set; give a name, such as user or assistant", field=f"{place}.role")
+    if not isinstance(role, str):
+        raise errors.InvalidArgument.must_be("a name, such as user or assistant", f"{place}.role")
     if role in _ALWAYS_WITH_CONTENT and "content" not in given:
         raise errors.MissingField("is not set; give the message's text", field=f"{place}.content")
     read: Message = {"role": role, "content": _content(given.get("content"), f"{place}.content")}
@@ -140,7 +140,7 @@ def _content(content: Any, place: str) -> str | list[dict[str, str]] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise errors.InvalidArgument("must be text, or a list of text parts", field=place)
+        raise errors.InvalidArgument.must_be("text, or a list of text parts", place)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise errors.Unsupported("accepts only text", field=place)
@@ -159,7 +159,7 @@ def _reasoning(given: Mapping[str, Any], place: str) -> str | None:
 
 def _calls(calls: Any, place: str) -> Iterator[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise errors.InvalidArgument("must be a list of calls", field=place)
+        raise errors.InvalidArgument.must_be("a list of calls", place)
     for index, call in enumerate(calls):
         yield _call(call, index, f"{place}[{index}]")
 
@@ -167,7 +167,7 @@ def _calls(calls: Any, place: str) -> Iterator[dict[str, Any]]:
 def _call(call: Any, index: int, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise errors.InvalidArgument("must be a call of type function, with its function", field=place)
+        raise _no_function(call, "a call of type function, with its function", place)
     for name in call.keys() - _CALL_FIELDS:
         raise errors.UnknownField("is not known in a call; leave it out", field=f"{place}.{name[:80]}")
     if call.get("index", index) not in (index, None):
@@ -196,7 +196,7 @@ def _arguments(given: Any, place: str) -> dict[str, Any]:
             message = "is not JSON; send an object of arguments, or a broken call as the text of content"
             raise errors.InvalidArgument(message, field=place) from problem
     if not isinstance(parsed, dict):
-        raise errors.InvalidArgument("must be an object of arguments, or its JSON text", field=place)
+        raise errors.InvalidArgument.must_be("an object of arguments, or its JSON text", place)
     try:
         json.dumps(parsed, allow_nan=False)
     except ValueError as problem:
@@ -219,7 +219,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tool(tool: Any, place: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
-        raise errors.InvalidArgument("must be a tool of type function, with its function", field=place)
+        raise _no_function(tool, "a tool of type function, with its function", place)
     for name in tool.keys() - _TOOL_FIELDS:
         raise errors.UnknownField("is not known in a tool; leave it out", field=f"{place}.{name[:80]}")
     for name in function.keys() - set(_FUNCTION_FIELDS):
@@ -228,11 +228,11 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise errors.MissingField("is not set; name the function", field=f"{place}.function.name")
     if not isinstance(description, str | None):
-        raise errors.InvalidArgument("must be text", field=f"{place}.function.description")
+        raise errors.InvalidArgument.must_be("text", f"{place}.function.description")
     if not isinstance(parameters, dict | None):
-        raise errors.InvalidArgument("must be a JSON Schema", field=f"{place}.function.parameters")
+        raise errors.InvalidArgument.must_be("a JSON Schema", f"{place}.function.parameters")
     if not isinstance(strict, bool | None):
-        raise errors.InvalidArgument("must be true or false", field=f"{place}.function.strict")
+        raise errors.InvalidArgument.must_be("true or false", f"{place}.function.strict")
     more = {} if strict is None else {"strict": strict}
     given = {"name": name, "description": description, "parameters": parameters or _NO_PARAMETERS, **more}
     return {"type": "function", "function": given}
@@ -273,7 +273,21 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
+def _check_list(value: Any, field: str, wanted: str) -> None:
+    if not isinstance(value, list):
+        raise errors.InvalidArgument.must_be(wanted, field)
+    if not value:
+        raise errors.EmptyBatch(f"must be {wanted}", field=field)
+
+
+def _no_function(value: Any, wanted: str, place: str) -> errors.InvalidArgument:
+    """Return the error of a call or a tool that is none."""
+    if not isinstance(value, dict):
+        return errors.InvalidArgument.must_be(wanted, place)
+    return errors.InvalidArgument(f"must be {wanted}", field=place)
+
+
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise errors.InvalidArgument("must be text", field=place)
+        raise errors.InvalidArgument.must_be("text", place)
     return value

@@ -19,6 +19,7 @@ Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explain
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from enum import IntEnum
 from typing import ClassVar, Self
 from uuid import uuid4
@@ -109,7 +110,12 @@ class InvalidArgument(PacelineError, reason="INVALID_FIELD"):
         kind = type(value).__name__
         if kind.endswith("Future"):
             wanted = f"what its .result() returns: {wanted}"
-        return cls(f"is of type {kind}; give {wanted}", field=field)
+        return cls(f"is of type {kind}; give {wanted}", field=field, metadata={"wanted": wanted})
+
+    @classmethod
+    def must_be(cls, wanted: str, field: str) -> Self:
+        """Return the error of a value of the wrong type in JSON."""
+        return cls(f"must be {wanted}", field=field, metadata={"wanted": wanted})
 
 
 class UnreadableMessage(InvalidArgument, reason="UNREADABLE_MESSAGE"):
@@ -142,6 +148,12 @@ class InvalidShape(InvalidArgument, reason="INVALID_SHAPE"):
 
 class OutOfRange(InvalidArgument, reason="OUT_OF_RANGE"):
     """A number is outside its range."""
+
+    @classmethod
+    def of_length(cls, value: Sized, most: int, message: str, field: str) -> Self:
+        """Return the error of a text or a list that is too long, or empty; `message` says what to give instead."""
+        what = "string" if isinstance(value, str) else "array"
+        return cls(message, field=field, metadata={"length": str(len(value)), "maximum": str(most), "of": what})
 
 
 class TokenOutOfRange(InvalidArgument, reason="TOKEN_OUT_OF_RANGE"):

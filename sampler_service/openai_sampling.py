@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.types import SamplingParams
+from paceline.types.sampling import unsigned_seed
 from sampler_service.engine.protocol import TextEndpoint, TextSampling
 
 LIMITS_OF_TOKENS = ("max_completion_tokens", "max_tokens")
@@ -24,6 +25,8 @@ SAMPLED = frozenset(
 )  # fmt: skip
 """Fields that are read here only. `n`, `logprobs` and `top_logprobs` also say how the layer writes an answer."""
 
+MAX_ALLOWED = 16384
+"""Most ids in `allowed_token_ids`."""
 _MAX_TOKENS = 16
 """Most tokens of a text's completion in OpenAI's API; a chat's have no limit but the context."""
 
@@ -40,7 +43,7 @@ def read_sampling(given: Mapping[str, Any], endpoint: TextEndpoint) -> TextSampl
         top_p=_number(given, "top_p", 1.0),
         top_k=_top_k(given),
         min_p=_number(given, "min_p", 0.0),
-        seed=_integer(given, "seed") if "seed" in given else None,
+        seed=unsigned_seed(_integer(given, "seed")) if "seed" in given else None,
         stop=_list(given, "stop", str),
         stop_token_ids=_list(given, "stop_token_ids", int),
         ignore_eos=_flag(given, "ignore_eos"),
@@ -91,21 +94,21 @@ def _number(given: Mapping[str, Any], name: str, default: float) -> float:
     """Return a number; JSON's may be whole ones of any size, which are checked before they are converted."""
     value: float = given.get(name, default)
     if not _is_a(float, value):
-        raise errors.InvalidArgument("must be a number", field=name)
+        raise errors.InvalidArgument.must_be("a number", name)
     return value
 
 
 def _integer(given: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = given.get(name, default)
     if not _is_a(int, value):
-        raise errors.InvalidArgument("must be a whole number", field=name)
+        raise errors.InvalidArgument.must_be("a whole number", name)
     return int(value)
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise errors.InvalidArgument("must be true or false", field=name)
+        raise errors.InvalidArgument.must_be("true or false", name)
     return value
 
 
@@ -115,7 +118,7 @@ def _list(given: Mapping[str, Any], name: str, kind: type[str | int]) -> list[An
     values = [values] if kind is str and isinstance(values, str) else values
     if not isinstance(values, list) or not all(_is_a(kind, value) for value in values):
         what = "strings" if kind is str else "token ids"
-        raise errors.InvalidArgument(f"must be a list of {what}", field=name)
+        raise errors.InvalidArgument.must_be(f"a list of {what}", name)
     return values
 
 
@@ -146,18 +149,18 @@ def _topk_of_chat(given: Mapping[str, Any]) -> int | None:
 def _logit_bias(given: Mapping[str, Any]) -> dict[int, float]:
     biases = given.get("logit_bias", {})
     if not isinstance(biases, dict):
-        message = "must be an object: token ids with what is added to their logits"
-        raise errors.InvalidArgument(message, field="logit_bias")
+        raise errors.InvalidArgument.must_be("an object: token ids with what is added to their logits", "logit_bias")
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 20 and str(int(token)) == token):
             raise errors.InvalidArgument(f"has {token[:40]}, which is no token id", field="logit_bias")
         if not _is_a(float, bias):
-            raise errors.InvalidArgument(f"gives {token} what is no number", field="logit_bias")
+            raise errors.InvalidArgument.must_be("numbers by token ids", f"logit_bias[{token}]")
     return {int(token): bias for token, bias in biases.items()}
 
 
 def _allowed(given: Mapping[str, Any]) -> list[int]:
     tokens = _list(given, "allowed_token_ids", int)
     if "allowed_token_ids" in given and not tokens:
-        raise errors.InvalidArgument("is empty, so no token could be sampled; leave it out", field="allowed_token_ids")
+        message = "is empty, so no token could be sampled; leave it out"
+        raise errors.OutOfRange.of_length(tokens, MAX_ALLOWED, message, "allowed_token_ids")
     return tokens

@@ -7,7 +7,7 @@ is either honoured or refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from paceline.layout import CheckpointPath, check_run_id
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
 from paceline.types.training import Array
 from sampler_service.engine.protocol import TextEndpoint, TextSampling
-from sampler_service.engine.request_checks import check_constraint, check_ends
-from sampler_service.openai_sampling import SAMPLED, count_prompts, named_as_sent, read_sampling
+from sampler_service.engine.request_checks import check_constraint
+from sampler_service.openai_formats import check_format, check_stream
+from sampler_service.openai_sampling import MAX_ALLOWED, SAMPLED, count_prompts, named_as_sent, read_sampling
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises temperatures between 0 (greedy) and the minimum to 0.01, and refuses those above the maximum."""
@@ -31,7 +32,6 @@ _MAX_STOP_TOKENS = 64
 _MAX_PENALTY, _MAX_REPETITION = 2.0, 10.0
 _MAX_BIAS, _MAX_BIASES = 100.0, 1024
 """vLLM silently cuts larger biases off."""
-_MAX_ALLOWED = 16384
 _MAX_REPLY_BYTES = 48 << 20
 """Most bytes of the likeliest tokens in a reply, which has to fit a message between the services."""
 _VALUE_BYTES, _VALUE_BYTES_IN_JSON = 8, 96
@@ -51,10 +51,7 @@ _FIELDS = {
 }  # fmt: skip
 _MEANINGLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields for the hosted service's own use. They do not affect the response, so they are ignored."""
-_FORMATS = ("text", "json_object", "json_schema")
-_CONSTRAINTS = frozenset({"json", "regex", "choice", "json_object"})
-_SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
-_STREAM_OPTIONS = frozenset({"include_usage", "continuous_usage_stats"})
+_PROMPTS = "a text, token ids, or a list of either"
 _SCALARS = (str, int, float, bool, type(None))
 
 
@@ -114,10 +111,10 @@ def check_sampling(
     """
     most = limits.max_num_samples
     if not 1 <= num_samples <= most:
-        raise errors.OutOfRange(f"is {num_samples}; give 1 to {most}", field="num_samples")
+        raise _out_of_range(num_samples, f"give 1 to {most}", "num_samples", 1, most)
     if prompts * num_samples > most:
         message = f"has {prompts} prompts, with {num_samples} completions of each; at most {most} completions in all"
-        raise errors.OutOfRange(message, field="prompt")
+        raise errors.OutOfRange.of_length(range(prompts), most // num_samples, message, "prompt")
     _check_topk(topk_logprobs, "topk_logprobs", limits)
     _check_max_tokens(params, left)
     _check_temperature(params.temperature)
@@ -171,9 +168,12 @@ def read_body(content: bytes, endpoint: TextEndpoint, limits: RequestLimits) -> 
         raise errors.Unsupported("cannot be combined with logprobs; leave out one of them", field="echo")
     if given.get("stream") and "prompt_logprobs" in given:
         raise errors.Unsupported("cannot be streamed; leave out one of the two", field="prompt_logprobs")
-    _check_format(given)
+    check_format(given)
+    check_stream(given)
     if endpoint is TextEndpoint.CHAT_COMPLETIONS:
         given["messages"] = read_messages(given.get("messages"))
+    else:
+        _check_prompts(given.get("prompt"), limits)
     if "tools" in given:
         given["tools"] = read_tools(given["tools"])
     _check_template_kwargs(given.get("chat_template_kwargs", {}))
@@ -184,6 +184,25 @@ def read_body(content: bytes, endpoint: TextEndpoint, limits: RequestLimits) -> 
     with named_as_sent(given):
         _check_text_sampling(sampling, count_prompts(given), limits, is_stream=bool(given.get("stream")))
     return TextBody(given, {name: value for name, value in given.items() if name not in SAMPLED}, sampling)
+
+
+def _check_prompts(given: Any, limits: RequestLimits) -> None:
+    """Check the prompts of a completion: a text, token ids, or a list of either."""
+    if given is None:
+        raise errors.MissingField(f"is not set; give {_PROMPTS}", field="prompt")
+    is_list = isinstance(given, list)
+    prompts = given if is_list and given and isinstance(given[0], list) else [given]
+    for index, prompt in enumerate(prompts):
+        field = "prompt" if prompts is not given else f"prompt[{index}]"
+        if not isinstance(prompt, str if not is_list else list):
+            raise errors.InvalidArgument.must_be(_PROMPTS, field)
+        if not prompt:
+            raise errors.OutOfRange.of_length(prompt, limits.max_num_samples, f"is empty; give {_PROMPTS}", field)
+        if isinstance(prompt, str) or (prompt is given and all(isinstance(text, str) for text in prompt)):
+            continue
+        if not all(type(token) is int for token in prompt):
+            raise errors.InvalidArgument.must_be(_PROMPTS, field)
+        _check_ids(prompt, field, limits.model)
 
 
 def _check_text_sampling(sampling: TextSampling, prompts: int, limits: RequestLimits, *, is_stream: bool) -> None:
@@ -201,7 +220,7 @@ def _check_text_sampling(sampling: TextSampling, prompts: int, limits: RequestLi
     for bias in sampling.logit_bias.values():
         _check_range(bias, "logit_bias", -_MAX_BIAS, _MAX_BIAS)
     _check_texts(sampling.bad_words, "bad_words")
-    _check_token_ids(sampling.allowed_token_ids, "allowed_token_ids", _MAX_ALLOWED, limits.model)
+    _check_token_ids(sampling.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED, limits.model)
 
 
 def _check_topk(count: int, field: str, limits: RequestLimits) -> None:
@@ -217,7 +236,7 @@ def _check_reply(size: int, field: str) -> None:
 
 def _check_max_tokens(params: SamplingParams, left: int) -> None:
     if params.max_tokens is not None and params.max_tokens < 1:
-        raise errors.OutOfRange(f"is {params.max_tokens}; give at least 1", field="params.max_tokens")
+        raise _out_of_range(params.max_tokens, "give at least 1", "params.max_tokens", 1, left)
     if params.max_tokens is not None and params.max_tokens > left:
         message = f"is {params.max_tokens}; beside the prompt at most {left} tokens fit the context"
         raise errors.SequenceTooLong(message, field="params.max_tokens")
@@ -228,63 +247,52 @@ def _check_temperature(temperature: float) -> None:
     _check_range(temperature, "params.temperature", 0.0, _MAX_TEMPERATURE)
     # Tolerate 0.01 rounded to float32 in transit.
     if 0 < temperature < _MIN_TEMPERATURE * (1 - 1e-6):
-        raise errors.OutOfRange(
-            f"is {temperature}; take 0 (greedy) or at least {_MIN_TEMPERATURE}", field="params.temperature"
-        )
+        what = f"take 0 (greedy) or at least {_MIN_TEMPERATURE}"
+        raise _out_of_range(temperature, what, "params.temperature", _MIN_TEMPERATURE, _MAX_TEMPERATURE)
 
 
 def _check_texts(texts: Sequence[str], field: str) -> None:
     if len(texts) > _MAX_TEXTS:
-        raise errors.OutOfRange(f"takes at most {_MAX_TEXTS} entries", field=field)
+        raise errors.OutOfRange.of_length(texts, _MAX_TEXTS, f"takes at most {_MAX_TEXTS} entries", field)
     for index, text in enumerate(texts):
         if not 0 < len(text) <= _MAX_TEXT_LENGTH:
-            raise errors.OutOfRange(f"must have 1 to {_MAX_TEXT_LENGTH} characters", field=f"{field}[{index}]")
+            message = f"must have 1 to {_MAX_TEXT_LENGTH} characters"
+            raise errors.OutOfRange.of_length(text, _MAX_TEXT_LENGTH, message, f"{field}[{index}]")
 
 
 def _check_token_ids(tokens: Sequence[int], field: str, most: int, model: ModelInfo) -> None:
     if len(tokens) > most:
-        raise errors.OutOfRange(f"takes at most {most} entries", field=field)
+        raise errors.OutOfRange.of_length(tokens, most, f"takes at most {most} entries", field)
+    _check_ids(tokens, field, model)
+
+
+def _check_ids(tokens: Sequence[int], field: str, model: ModelInfo) -> None:
     for index, token in enumerate(tokens):
         if not 0 <= token < model.vocab_size:
-            message = f"is {token}; ids are from 0 to {model.vocab_size - 1}"
-            raise errors.TokenOutOfRange(message, field=f"{field}[{index}]")
+            last = model.vocab_size - 1
+            message, facts = f"is {token}; ids are from 0 to {last}", _facts(token, 0, last)
+            raise errors.TokenOutOfRange(message, field=f"{field}[{index}]", metadata=facts)
 
 
 def _check_range(value: float, field: str, low: float, high: float, *, low_open: bool = False) -> None:
     if isinstance(value, float) and not math.isfinite(value):  # a whole number may be too large for a float
         raise errors.NonFinite("must be a finite number", field=field)
     if not low <= value <= high or (low_open and value == low):
-        facts = {"value": str(value), "minimum": str(low), "maximum": str(high)}
-        message = f"is {value}; it must be {'above' if low_open else 'from'} {low} to {high}"
-        raise errors.OutOfRange(message, field=field, metadata=facts)
+        what = f"it must be {'above' if low_open else 'from'} {low} to {high}"
+        raise _out_of_range(value, what, field, low, high)
 
 
-def _check_format(given: dict[str, Any]) -> None:
-    """Check that constraints on the response are of a kind that is enforced."""
-    form = given.get("response_format", {"type": "text"})
-    if not isinstance(form, dict) or form.get("type") not in _FORMATS:
-        raise errors.InvalidArgument(f"must have one of the types {', '.join(_FORMATS)}", field="response_format")
-    _check_parts(form, "response_format", {"type", "json_schema"} if form["type"] == "json_schema" else {"type"})
-    _check_parts(form.get("json_schema"), "response_format.json_schema", _SCHEMA_FIELDS)
-    _check_parts(given.get("stream_options"), "stream_options", _STREAM_OPTIONS)
-    constraint = given.get("structured_outputs", {})
-    if not isinstance(constraint, dict) or constraint.keys() - _CONSTRAINTS:
-        raise errors.InvalidArgument(f"may only have {', '.join(sorted(_CONSTRAINTS))}", field="structured_outputs")
-    is_call = "tool_choice" in given and given["tool_choice"] not in ("none", "auto")
-    if constraint or form["type"] != "text" or is_call:
-        check_ends(name for name in ("ignore_eos", "min_tokens") if given.get(name))
+def _out_of_range(value: float, what: str, field: str, low: float, high: float) -> errors.OutOfRange:
+    return errors.OutOfRange(f"is {value}; {what}", field=field, metadata=_facts(value, low, high))
 
 
-def _check_parts(given: Any, field: str, known: Collection[str]) -> None:
-    """Refuse fields that vLLM would ignore."""
-    for name in given if isinstance(given, dict) else ():
-        if name not in known and given[name] is not None:
-            raise errors.UnknownField("is not served; leave it out", field=f"{field}.{name[:80]}")
+def _facts(value: float, low: float, high: float) -> dict[str, str]:
+    return {"value": str(value), "minimum": str(low), "maximum": str(high)}
 
 
 def _check_template_kwargs(given: Any) -> None:
     if not isinstance(given, dict):
-        raise errors.InvalidArgument("must be an object", field="chat_template_kwargs")
+        raise errors.InvalidArgument.must_be("an object", "chat_template_kwargs")
     for name, value in given.items():
         if name in {"chat_template", "tokenize"} or not isinstance(value, _SCALARS):
             raise errors.UnknownField("is not served; leave it out", field=f"chat_template_kwargs.{name[:80]}")

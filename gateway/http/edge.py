@@ -34,6 +34,7 @@ from gateway.http.metaclaw.api import MetaClawApi
 from gateway.http.middleware import AccessMiddleware
 from gateway.http.online.api import OnlineApi
 from gateway.http.openai import OpenAiApi
+from gateway.http.openai_errors import UnknownUrl, WrongMethod
 from gateway.http.problems import problem
 from gateway.http.services import Services
 from gateway.http.tinker import downloads
@@ -367,12 +368,17 @@ def make_app(*apis: APIRouter) -> FastAPI:
     async def no_route(request: Request, error: HTTPException) -> Response:
         refusal: errors.PacelineError
         if error.status_code == HTTPStatus.NOT_FOUND:
-            refusal = errors.Unsupported("no such path; docs/compatibility.md lists what is served")
+            refusal = UnknownUrl("no such path; docs/compatibility.md lists what is served")
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = (error.headers or {}).get("Allow", "another")
+            refusal = WrongMethod(f"is called with {allowed}, not {request.method[:16]}")
         elif error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI could not decode a body as text
             refusal = errors.UnreadableMessage("the body is not JSON in UTF-8")
         else:
             refusal = errors.Unsupported(str(error.detail))
-        return problem(refusal, request.url.path, error.status_code)
+        answer = problem(refusal, request.url.path, error.status_code)
+        answer.headers.update(error.headers or {})
+        return answer
 
     return app
 

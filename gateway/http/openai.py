@@ -86,10 +86,12 @@ class OpenAiApi:
         if name is None and endpoint == pb.TEXT_ENDPOINT_CHAT_COMPLETIONS:
             name, body = await self.without_model(tenant, body)
             content = json.dumps(body).encode()
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str | None):
+            raise errors.InvalidArgument.must_be("a name", "model")
+        if not name:
             raise errors.MissingField("is not set; GET /v1/models lists what there is", field="model")
         if streams not in (None, True, False):
-            raise errors.InvalidArgument("must be true or false", field="stream")
+            raise errors.InvalidArgument.must_be("true or false", "stream")
         ref = await self.models.resolve(tenant, name)
         message = pb.CompleteTextRequest(model=codec.model_ref_to_proto(ref), endpoint=endpoint, body=content)
         async with AsyncExitStack() as held:

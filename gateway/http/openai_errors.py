@@ -12,6 +12,15 @@ from paceline.errors import PacelineError
 from paceline.rpc.status import status_message
 
 _PATHS = re.compile(r"(/weights/[^/]+)?/v1/(models(/.*)?|completions|chat/completions)/?")
+_BELOW = re.compile(r"(/weights/[^/]+)?/v1(/.*)?")
+
+
+class UnknownUrl(errors.Unsupported):
+    """No API has the path of a request."""
+
+
+class WrongMethod(errors.Unsupported):
+    """The path of a request takes other methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +40,11 @@ _TABLE: dict[type[PacelineError], OpenAiError] = {
     errors.UnreadableMessage: OpenAiError(None),
     errors.MissingField: OpenAiError("missing_required_parameter"),
     errors.UnknownField: OpenAiError("unknown_parameter"),
+    errors.EmptyBatch: OpenAiError("empty_array"),
     errors.SequenceTooLong: OpenAiError("context_length_exceeded"),
     errors.Unsupported: OpenAiError("unsupported_value", status=HTTPStatus.BAD_REQUEST),
+    UnknownUrl: OpenAiError("unknown_url", status=HTTPStatus.NOT_FOUND),
+    WrongMethod: OpenAiError("method_not_supported", status=HTTPStatus.METHOD_NOT_ALLOWED),
     errors.NotFound: OpenAiError("model_not_found"),
     errors.InvalidApiKey: OpenAiError("invalid_api_key"),
     errors.Overloaded: OpenAiError("rate_limit_exceeded", "requests"),
@@ -46,15 +58,15 @@ _TABLE: dict[type[PacelineError], OpenAiError] = {
 
 _KNOWN = frozenset(
     {"audio", "best_of", "function_call", "functions", "modalities", "moderation", "prediction",
-     "prompt_cache_retention", "suffix", "verbosity", "web_search_options"}
+     "prompt_cache_retention", "stream_options.include_obfuscation", "suffix", "verbosity", "web_search_options"}
 )  # fmt: skip
 """Parameters of OpenAI's API that are not served."""
 _PARAMETERS = re.compile(r"tools\[\d+\]\.function\.parameters")
 
 
-def is_openai(path: str) -> bool:
-    """Whether a request's path is one of OpenAI's API."""
-    return _PATHS.fullmatch(path) is not None
+def is_openai(path: str, error: PacelineError | None = None) -> bool:
+    """Whether what is answered to a path, or an error of it, is for OpenAI's clients. Other APIs are below /v1, too."""
+    return (_BELOW if isinstance(error, UnknownUrl) else _PATHS).fullmatch(path) is not None
 
 
 def openai_error(error: PacelineError) -> OpenAiError:
@@ -66,10 +78,12 @@ def openai_error(error: PacelineError) -> OpenAiError:
         return OpenAiError("rate_limit_exceeded", kind)
     if isinstance(error, errors.UnknownField) and error.field in _KNOWN:
         code = "unsupported_parameter"
-    elif isinstance(error, errors.OutOfRange):
-        code = _range_code(error) or code
     elif isinstance(error, errors.InvalidArgument) and _PARAMETERS.fullmatch(error.field):
         code = "invalid_function_parameters"
+    elif isinstance(error, errors.OutOfRange | errors.TokenOutOfRange):
+        code = _length_code(error) or _range_code(error) or code
+    elif "wanted" in error.metadata:
+        code = "invalid_type"
     return replace(found, code=code)
 
 
@@ -89,7 +103,16 @@ def openai_body(error: PacelineError) -> dict[str, Any]:
     }
 
 
-def _range_code(error: errors.OutOfRange) -> str:
+def _length_code(error: PacelineError) -> str:
+    """Return OpenAI's code for a text or a list of a wrong length, by its facts; empty if they are not given."""
+    facts = error.metadata
+    if "length" not in facts:
+        return ""
+    length, what = int(facts["length"]), facts["of"]
+    return f"{what}_above_max_length" if length > int(facts["maximum"]) else f"empty_{what}"
+
+
+def _range_code(error: PacelineError) -> str:
     """Return OpenAI's code for a value out of range, by its facts; empty if they are not given."""
     facts = error.metadata
     if "value" not in facts:

@@ -36,7 +36,8 @@ def problem(error: PacelineError, path: str, status: int | None = None) -> JSONR
     """Return the response for an error of a request to a path. A `status` overrides the error's."""
     is_large = isinstance(error, errors.MessageTooLarge)
     known: int | None = HTTPStatus.REQUEST_ENTITY_TOO_LARGE if is_large else _STATUSES.get(error.code)
-    if is_openai(path):
+    for_openai = is_openai(path, error)
+    if for_openai:
         known = openai_error(error).status or known
     code = status or known or HTTPStatus.INTERNAL_SERVER_ERROR
     headers = {}
@@ -44,7 +45,7 @@ def problem(error: PacelineError, path: str, status: int | None = None) -> JSONR
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if code == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(openai_body(error) if is_openai(path) else problem_body(error), code, headers)
+    return JSONResponse(openai_body(error) if for_openai else problem_body(error), code, headers)
 
 
 def problem_body(error: PacelineError) -> dict[str, Any]:

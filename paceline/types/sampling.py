@@ -75,6 +75,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", (*_token_ids(self.stop_token_ids), *tokens))
 
 
+def unsigned_seed(seed: int) -> int:
+    """Return the seed that a signed one of 64 bits stands for, as in two's complement; any other is the same."""
+    return seed % 2**64 if -(2**63) <= seed < 0 else seed
+
+
 def _as_list(values: Any) -> list[Any]:
     return list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes) else [values]
 

@@ -118,7 +118,8 @@ def check_ends(given: Iterable[str]) -> None:
 def check_length(text: str, field: str) -> None:
     """Refuse a constraint that is too long. Raises OutOfRange."""
     if len(text) > MAX_CONSTRAINT_LENGTH:
-        raise OutOfRange(f"takes at most {MAX_CONSTRAINT_LENGTH} characters", field=field)
+        message = f"takes at most {MAX_CONSTRAINT_LENGTH} characters"
+        raise OutOfRange.of_length(text, MAX_CONSTRAINT_LENGTH, message, field)
 
 
 def check_tag(text: str, field: str) -> None:

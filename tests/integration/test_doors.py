@@ -129,6 +129,9 @@ def test_an_answer_without_a_limit_fills_the_context(deployed, engine, door):
     assert len(one.prompt) + len(one.tokens) == CONTEXT
 
 
+SIGNED = ("tinker", "completions", "generate")
+
+
 @pytest.mark.parametrize(
     "asked", [{"seed": 7}, {"seed": 2**63 + 5, "temperature": 0.7, "top_k": 40}, {"temperature": 0}]
 )
@@ -139,6 +142,14 @@ def test_the_same_request_samples_the_same_tokens_through_every_door(deployed, a
         told[door] = [one.tokens for one in ask("model", PROMPT, n=3, max_tokens=12, ignore_eos=True, **asked)]
     assert all(tokens == told["grpc"] for tokens in told.values()), told
     assert len({tuple(tokens) for tokens in told["grpc"]}) == (1 if asked == {"temperature": 0} else 3)
+
+
+def test_a_negative_seed_is_the_same_one_at_every_door_that_takes_signed_seeds(deployed):
+    doors, asked = deployed("vllm").doors, {"n": 2, "max_tokens": 12, "ignore_eos": True}
+    told = {name: getattr(doors, name)("model", PROMPT, seed=-1, **asked) for name in SIGNED}
+    told["grpc"] = doors.grpc("model", PROMPT, seed=2**64 - 1, **asked)
+    tokens = {name: [one.tokens for one in samples] for name, samples in told.items()}
+    assert all(each == tokens["grpc"] for each in tokens.values()), tokens
 
 
 BEYOND = [
@@ -153,7 +164,7 @@ BEYOND = [
     ({"top_k": VOCAB_SIZE + 1}, ("top_k",)),
     ({"min_p": -0.5}, ("min_p",)),
     ({"min_p": 1.5}, ("min_p",)),
-    ({"seed": -1}, ("seed",)),
+    ({"seed": -(2**63) - 1}, ("seed",)),
     ({"seed": 2**64}, ("seed",)),
     ({"max_tokens": 0}, ("max_tokens", "max_completion_tokens")),
     ({"max_tokens": CONTEXT}, ("max_tokens", "max_completion_tokens")),

@@ -418,8 +418,44 @@ UNTRUE = {"type": "function", "function": {"name": "look", "parameters": {"type"
         (CHAT, {"messages": MESSAGES, "tools": [UNTRUE], "tool_choice": "required"},
          "invalid_function_parameters", "tools[0].function.parameters"),
         (CHAT, {"messages": MESSAGES, "tool_choice": "some"}, "invalid_value", "tool_choice"),
-        (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "invalid_value", "response_format"),
-        (CHAT, {"messages": said(3)}, "invalid_value", "messages[0].content"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
+        (CHAT, {"messages": said(3)}, "invalid_type", "messages[0].content"),
+        (CHAT, {"messages": []}, "empty_array", "messages"),
+        (CHAT, {"messages": MESSAGES, "tools": []}, "empty_array", "tools"),
+        (CHAT, {"messages": [{"content": "x"}]}, "missing_required_parameter", "messages[0].role"),
+        (CHAT, {"messages": MESSAGES, "reasoning_effort": "low"}, "unsupported_value", "reasoning_effort"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
+         "missing_required_parameter", "response_format.json_schema"),
+        (CHAT, {"messages": MESSAGES, "skip_special_tokens": "perhaps"}, "invalid_type", "skip_special_tokens"),
+        (TEXT, {}, "missing_required_parameter", "prompt"),
+        (TEXT, {"prompt": 3}, "invalid_type", "prompt"),
+        (TEXT, {"prompt": []}, "empty_array", "prompt"),
+        (TEXT, {"prompt": [[120], []]}, "empty_array", "prompt[1]"),
+        (TEXT, {"prompt": ""}, "empty_string", "prompt"),
+        (TEXT, {"prompt": [120, 10**6]}, "integer_above_max_value", "prompt[1]"),
+        (TEXT, {"prompt": [[120], ["x"]]}, "invalid_type", "prompt[1]"),
+        (TEXT, {"prompt": "x", "model": 3}, "invalid_type", "model"),
+        (TEXT, {"prompt": "x", "stream": "yes"}, "invalid_type", "stream"),
+        (TEXT, {"prompt": "x", "n": 0}, "integer_below_min_value", "n"),
+        (TEXT, {"prompt": "x", "n": 1000}, "integer_above_max_value", "n"),
+        (TEXT, {"prompt": "x", "max_tokens": 0}, "integer_below_min_value", "max_tokens"),
+        (TEXT, {"prompt": "x", "temperature": "warm"}, "invalid_type", "temperature"),
+        (TEXT, {"prompt": "x", "temperature": 2.5}, "decimal_above_max_value", "temperature"),
+        (TEXT, {"prompt": "x", "temperature": 0.001}, "decimal_below_min_value", "temperature"),
+        (TEXT, {"prompt": "x", "seed": 2**64}, "integer_above_max_value", "seed"),
+        (TEXT, {"prompt": "x", "stop": ["x"] * 65}, "array_above_max_length", "stop"),
+        (TEXT, {"prompt": "x", "stop": "x" * 1025}, "string_above_max_length", "stop[0]"),
+        (TEXT, {"prompt": "x", "stop": [""]}, "empty_string", "stop[0]"),
+        (TEXT, {"prompt": "x", "stop_token_ids": [-1]}, "integer_below_min_value", "stop_token_ids[0]"),
+        (TEXT, {"prompt": ["x"] * 257}, "array_above_max_length", "prompt"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"regex": "a" * 70000}},
+         "string_above_max_length", "structured_outputs"),
+        (TEXT, {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "invalid_value", "structured_outputs"),
+        (TEXT, {"prompt": "x", "stream": True, "stream_options": {"include_obfuscation": True}},
+         "unsupported_parameter", "stream_options.include_obfuscation"),
+        (TEXT, {"prompt": "x", "stream": True, "stream_options": {"usage": True}},
+         "unknown_parameter", "stream_options.usage"),
     ],
 )  # fmt: skip
 def test_errors_have_the_codes_and_the_fields_of_openai(client, path, body, code, param):
@@ -429,6 +465,22 @@ def test_errors_have_the_codes_and_the_fields_of_openai(client, path, body, code
     assert (error.code, error.param, error.type) == (code, param, "invalid_request_error")
     assert (error.status_code == 404) == (code == "model_not_found")
     assert error.body["reason"] in paceline.errors.CATALOG
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/embeddings", 404, "unknown_url"),
+        ("GET", "/nothing", 404, "unknown_url"),
+        ("GET", "/completions", 405, "method_not_supported"),
+        ("DELETE", "/models/model", 405, "method_not_supported"),
+    ],
+)
+def test_paths_and_methods_that_are_not_served_are_told_as_by_openai(cluster, address, method, path, status, code):
+    answer = httpx.request(method, f"{address}{path}", headers=headers(cluster), timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert ("allow" in answer.headers) == (status == 405)
 
 
 def test_an_unknown_key_is_told_as_by_openai(address):

@@ -19,6 +19,7 @@ from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import Body
 from paceline import errors
 from paceline.types import ModelRef, SamplingParams, StopReason
+from paceline.types.sampling import unsigned_seed
 
 _SECONDS = 86_400.0
 """Deadline of a sample. It ends with its session, long before; after a deadline it would be drawn from its start."""
@@ -169,7 +170,7 @@ def _params(params: Params) -> SamplingParams:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=0 if params.top_k == -1 else params.top_k,
-        seed=params.seed,
+        seed=None if params.seed is None else unsigned_seed(params.seed),
         stop=[one for one in stop or () if isinstance(one, str)],
         stop_token_ids=[one for one in stop or () if isinstance(one, int)],
         # In Tinker's API an empty list of stops means to continue past the end of sequence.

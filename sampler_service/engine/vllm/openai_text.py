@@ -53,6 +53,8 @@ _REASONING = ("reasoning_ended", "reasoning_parser_kwargs")
 """What the layer tells the engine of a chat's reasoning."""
 _PROMPT = frozenset({"input_tokens", "input_text"})
 """Names in vLLM's errors of a prompt that is too long."""
+_WRONG_TYPES = ("_type", "_parsing")
+"""Ends of pydantic's names of errors of values that have the wrong type."""
 _TYPES = frozenset({"str", "int", "float", "bool", "list", "dict", "tuple", "none"})
 _log = get_logger(__name__)
 
@@ -380,7 +382,11 @@ def _refusal(error: Exception, prompt: str) -> errors.PacelineError:
     """
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return errors.InvalidArgument(str(first["msg"]), field=_field(first["loc"]))
+        message, field, kind = str(first["msg"]), _field(first["loc"]), str(first["type"])
+        if kind == "missing":
+            return errors.MissingField("is not set", field=field)
+        facts = {"wanted": message} if kind.endswith(_WRONG_TYPES) else {}
+        return errors.InvalidArgument(message, field=field, metadata=facts)
     if isinstance(error, TemplateError):
         return errors.InvalidArgument(f"the model's chat template does not take them: {error}", field="messages")
     if not isinstance(error, VLLMValidationError):

@@ -26,6 +26,7 @@ MODEL = ModelInfo("tiny", max_context_length=32, vocab_size=100, dtype="float32"
 LIMITS = RequestLimits(MODEL, max_num_samples=4, max_topk=5, max_unread_tokens=100)
 RUN = new_run_id()
 MESSAGES = [{"role": "user", "content": "x"}]
+TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 def request(length=8, **fields):
@@ -178,7 +179,8 @@ def text(endpoint=TextEndpoint.COMPLETIONS, limits=LIMITS, **body):
         ({"top_p": 0}, errors.OutOfRange, "top_p"),
         ({"top_k": -2}, errors.OutOfRange, "top_k"),
         ({"min_p": 2}, errors.OutOfRange, "min_p"),
-        ({"seed": -1}, errors.OutOfRange, "seed"),
+        ({"seed": -(2**63) - 1}, errors.OutOfRange, "seed"),
+        ({"seed": 2**64}, errors.OutOfRange, "seed"),
         ({"seed": 1.5}, errors.InvalidArgument, "seed"),
         ({"max_tokens": 0}, errors.OutOfRange, "max_tokens"),
         ({"max_tokens": 32}, errors.SequenceTooLong, "max_tokens"),
@@ -196,7 +198,7 @@ def text(endpoint=TextEndpoint.COMPLETIONS, limits=LIMITS, **body):
         ({"repetition_penalty": 1e300}, errors.OutOfRange, "repetition_penalty"),
         ({"logit_bias": {"3": 100.5}}, errors.OutOfRange, "logit_bias"),
         ({"logit_bias": {"3": math.inf}}, errors.NonFinite, "logit_bias"),
-        ({"logit_bias": {"3": "1"}}, errors.InvalidArgument, "logit_bias"),
+        ({"logit_bias": {"3": "1"}}, errors.InvalidArgument, "logit_bias[3]"),
         ({"logit_bias": {"three": 1}}, errors.InvalidArgument, "logit_bias"),
         ({"logit_bias": {"03": 1}}, errors.InvalidArgument, "logit_bias"),
         ({"logit_bias": {"100": 1}}, errors.TokenOutOfRange, "logit_bias[0]"),
@@ -210,23 +212,42 @@ def text(endpoint=TextEndpoint.COMPLETIONS, limits=LIMITS, **body):
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, errors.InvalidArgument, "min_tokens"),
         ({"response_format": {"type": "text", "schema": {}}}, errors.UnknownField, "response_format.schema"),
         (
-            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
-            errors.UnknownField,
-            "response_format.json_schema",
-        ),
-        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "scheme": {}}}},
             errors.UnknownField,
             "response_format.json_schema.scheme",
         ),
+        ({"response_format": {"type": "json_schema"}}, errors.MissingField, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         errors.MissingField, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+         errors.MissingField, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": 1}}},
+         errors.InvalidArgument, "response_format.json_schema.strict"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "extra": 1}}},
+         errors.UnknownField, "response_format.json_schema.extra"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
+         errors.InvalidArgument, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, errors.UnknownField, "response_format.schema"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+         errors.InvalidArgument, "structured_outputs"),
+        ({"structured_outputs": {}}, errors.InvalidArgument, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, errors.InvalidArgument, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "a"}}, errors.UnknownField, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": 3}}, errors.InvalidArgument, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, errors.EmptyBatch, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [3]}}, errors.InvalidArgument, "structured_outputs.choice"),
+        ({"structured_outputs": {"json_object": False}}, errors.InvalidArgument, "structured_outputs.json_object"),
+        ({"stream_options": {"include_usage": True}}, errors.InvalidArgument, "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, errors.UnknownField, "stream_options.usage"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}},
+         errors.InvalidArgument, "stream_options.include_usage"),
         ({"best_of": 2}, errors.UnknownField, "best_of"),
         ({"use_beam_search": True}, errors.UnknownField, "use_beam_search"),
         ({"length_penalty": 2.0}, errors.UnknownField, "length_penalty"),
         ({"truncate_prompt_tokens": 2}, errors.UnknownField, "truncate_prompt_tokens"),
         ({"logprob_token_ids": [1]}, errors.UnknownField, "logprob_token_ids"),
     ],
-)
+)  # fmt: skip
 def test_the_limits_hold_for_the_bodies_of_openai_s_api(body, error, field):
     with pytest.raises(error) as failure:
         text(**body)
@@ -242,12 +263,26 @@ def test_the_limits_hold_for_the_bodies_of_openai_s_api(body, error, field):
         ({"max_completion_tokens": 32}, errors.SequenceTooLong, "max_completion_tokens"),
         ({"max_completion_tokens": 2, "max_tokens": 3}, errors.InvalidArgument, "max_tokens"),
         ({"prompt_logprobs": 1}, errors.UnknownField, "prompt_logprobs"),
+        ({"messages": []}, errors.EmptyBatch, "messages"),
+        ({"tools": []}, errors.EmptyBatch, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "look", "strict": True}}], "ignore_eos": True},
+            errors.InvalidArgument,
+            "ignore_eos",
+        ),
+        ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 2}, errors.InvalidArgument, "min_tokens"),
+        ({"tools": [TOOL], "parallel_tool_calls": False, "ignore_eos": True}, errors.InvalidArgument, "ignore_eos"),
     ],
 )
 def test_the_limits_hold_for_chats(body, error, field):
     with pytest.raises(error) as failure:
         text(TextEndpoint.CHAT_COMPLETIONS, **body)
     assert failure.value.field == field
+
+
+def test_a_signed_seed_is_a_seed_of_its_own():
+    seeds = [text(seed=seed).sampling.params.seed for seed in (-(2**63), -1, 0, 2**63 - 1, 2**64 - 1)]
+    assert seeds == [2**63, 2**64 - 1, 0, 2**63 - 1, 2**64 - 1]
 
 
 def test_a_body_that_leaves_everything_out_and_one_of_nulls_mean_the_same():

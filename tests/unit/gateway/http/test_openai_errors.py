@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gateway.http.openai_errors import is_openai, openai_error
+from gateway.http.openai_errors import UnknownUrl, WrongMethod, is_openai, openai_error
 from gateway.http.problems import problem
 from paceline import errors
 
@@ -23,6 +23,14 @@ CODES = {
     errors.QuotaExceeded("x", metadata={"quota": "tokens"}, retry_after=1): (429, "rate_limit_exceeded", "tokens"),
     errors.UnknownField("x", field="audio"): (400, "unsupported_parameter", "invalid_request_error"),
     errors.UnknownField("x", field="colour"): (400, "unknown_parameter", "invalid_request_error"),
+    errors.UnknownField("x", field="stream_options.include_obfuscation"): (
+        400,
+        "unsupported_parameter",
+        "invalid_request_error",
+    ),
+    errors.InvalidArgument.must_be("a number", "top_p"): (400, "invalid_type", "invalid_request_error"),
+    errors.EmptyBatch("x"): (400, "empty_array", "invalid_request_error"),
+    WrongMethod("x"): (405, "method_not_supported", "invalid_request_error"),
     errors.MessageTooLarge("x"): (413, None, "invalid_request_error"),
     errors.EngineUnavailable("x"): (503, None, "server_error"),
     errors.TimedOut("x"): (504, None, "server_error"),
@@ -63,14 +71,34 @@ def test_only_calls_of_openais_api_answer_in_its_way(path, is_one):
 
 
 @pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/v1/embeddings", "unknown_url"),
+        ("/v1/responses/1", "unknown_url"),
+        ("/weights/policy/v1/nothing", "unknown_url"),
+        ("/nothing", "UNIMPLEMENTED"),
+        ("/api/v1/nothing", "UNIMPLEMENTED"),
+    ],
+)
+def test_a_path_that_no_api_has_is_told_as_by_openai_below_v1(path, code):
+    answer = problem(UnknownUrl("x"), path, 404)
+    error = json.loads(answer.body)["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (404, code, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
     ("facts", "code"),
     [
         ({"value": "1000", "minimum": "0", "maximum": "20"}, "integer_above_max_value"),
         ({"value": "-1", "minimum": "0", "maximum": "20"}, "integer_below_min_value"),
         ({"value": "3", "minimum": "0.0", "maximum": "2.0"}, "decimal_above_max_value"),
         ({"value": "-0.5", "minimum": "0.0", "maximum": "2.0"}, "decimal_below_min_value"),
+        ({"length": "65", "maximum": "64", "of": "array"}, "array_above_max_length"),
+        ({"length": "0", "maximum": "64", "of": "array"}, "empty_array"),
+        ({"length": "1025", "maximum": "1024", "of": "string"}, "string_above_max_length"),
+        ({"length": "0", "maximum": "1024", "of": "string"}, "empty_string"),
         ({}, "invalid_value"),
     ],
 )
-def test_a_number_out_of_range_is_told_by_its_kind_and_side(facts, code):
+def test_a_number_or_length_out_of_range_is_told_by_its_kind_and_side(facts, code):
     assert openai_error(errors.OutOfRange("x", metadata=facts)).code == code
