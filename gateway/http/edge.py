@@ -367,6 +367,8 @@ def make_app(*apis: APIRouter) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
         refusal: errors.PacelineError
+        if isinstance(error.__cause__, errors.PacelineError):  # FastAPI takes what refused a body for a parser's error
+            return problem(error.__cause__, request.url.path)
         if error.status_code == HTTPStatus.NOT_FOUND:
             refusal = UnknownUrl("no such path; docs/compatibility.md lists what is served")
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

@@ -137,10 +137,11 @@ class Sessions:
 
 
 def _check(tags: Sequence[str], user_metadata: Mapping[str, Any], display_name: str) -> None:
-    json.dumps([list(tags), user_metadata, display_name], ensure_ascii=False).encode()
     check_user_metadata(user_metadata)
     if len(tags) > _MOST_TAGS:
         raise errors.OutOfRange(f"has {len(tags)} entries; at most {_MOST_TAGS} are accepted", field="tags")
     for field, texts in (("tags", tags), ("display_name", (display_name,))):
         if any(len(text.encode()) > _MOST_NAME for text in texts):
             raise errors.OutOfRange(f"is longer than {_MOST_NAME} bytes; shorten it", field=field)
+    # Half characters, which are refused, may be anywhere in what is now known to be small.
+    json.dumps([list(tags), user_metadata, display_name], ensure_ascii=False).encode()

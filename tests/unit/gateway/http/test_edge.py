@@ -11,12 +11,14 @@ import socket
 import ssl
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
+from typing import Annotated
 
 import grpc
 import httpx
 import pytest
 import uvicorn
 import uvloop
+from fastapi import APIRouter, Body
 from pydantic import ValidationError
 from starlette.requests import Request
 from structlog.testing import capture_logs
@@ -28,6 +30,7 @@ from gateway.http.middleware import AccessMiddleware
 from gateway.http.tinker.downloads import Downloads
 from gateway.settings import GatewaySettings
 from paceline import errors
+from paceline.bodies import MAX_JSON_PARTS
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.waiting_bytes import WaitingBytes
@@ -125,6 +128,36 @@ async def test_json_of_too_many_parts_is_refused_before_all_of_it_has_arrived():
             writer.write(head.format(path, len(bodies[path]) + missing).encode() + bodies[path])
             assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
             writer.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        (b'"' + b"x" * 20 + b'"', 429, "QUOTA_EXCEEDED"),
+        (b'"' + b"x" * 1000 + b'"', 413, "MESSAGE_TOO_LARGE"),
+        (b"[" + b"{}," * MAX_JSON_PARTS + b"{}]", 400, "OUT_OF_RANGE"),
+        (b'"\xff"', 400, "UNREADABLE_MESSAGE"),
+    ],
+)
+async def test_a_refused_body_of_a_route_with_fields_keeps_its_reason(body, status, reason):
+    async def parts():  # in pieces, so that no length is told beforehand
+        yield body
+
+    routes = APIRouter()
+
+    @routes.post("/")
+    async def take(content: Annotated[str, Body()]) -> str:
+        return content
+
+    is_large = reason == "MESSAGE_TOO_LARGE"
+    waiting = WaitingBytes(tenant_limit=10 if status == 429 else 0)
+    guarded = AccessMiddleware(edge.make_app(routes), [_ByName()], waiting, 100 if is_large else 32 << 20, [])
+    transport = httpx.ASGITransport(guarded)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        headers = {"X-API-Key": "a", "Content-Type": "application/json"}
+        answer = await client.post("/", content=parts(), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, reason)
+    assert ("retry-after" in answer.headers) == (status == 429)
 
 
 class _ByName:
