@@ -1,11 +1,14 @@
 """Batches of the engine hf: sequences of one adapter that start together share a KV cache and advance together.
 
-Eight streams of the embedded model get 3.2 times as many tokens a CPU second as one by one.
+Eight streams of the embedded model get 3.2 times as many tokens a CPU second as one by one. Models that carry a state
+along the sequence, or whose positions count padding, compute something else so: their sequences are computed whole,
+one at a time, for every token.
 """
 
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -84,17 +87,10 @@ class Completion:
 
 @dataclass(slots=True)
 class Cohort:
-    """Rows that share a KV cache. Prompts are padded on the left so that all rows grow at the same end."""
+    """Rows that advance together."""
 
     model: PreTrainedModel
     rows: list[Completion]
-    inputs: Tensor
-    """Tokens of the next forward pass, shape [B, T]; initially one row per prompt."""
-    mask: Tensor
-    """1 for tokens and 0 for padding, up to and including `inputs`, shape [B, L]."""
-    fan_out: Tensor | None
-    """Index of each row's prompt, shape [B]; None after the first forward pass."""
-    cache: DynamicCache = field(default_factory=DynamicCache)
 
     def drop_cancelled(self) -> None:
         """Drop the rows of cancelled requests."""
@@ -102,7 +98,11 @@ class Cohort:
 
     def advance(self) -> list[tuple[Job, TokenDelta]]:
         """Sample one token for every row and drop the rows that end."""
-        logprobs = processed_logprobs(self._logits(), [row.job.request.params for row in self.rows])
+        logits = self._logits().float()
+        for i, row in enumerate(self.rows):
+            if row.length < row.job.request.params.min_tokens:
+                logits[i, row.held_ids] = -torch.inf
+        logprobs = processed_logprobs(logits, [row.job.request.params for row in self.rows])
         tokens = draw(logprobs, [row.generator for row in self.rows])
         values = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
         deltas = []
@@ -111,13 +111,59 @@ class Cohort:
             if k := row.job.request.topk_logprobs:
                 delta.topk_logprobs = topk_rows(logprobs[i : i + 1], k)
             deltas.append((row.job, delta))
-        self.inputs = tokens[:, None]
-        self.mask = torch.cat([self.mask, torch.ones_like(self.inputs)], dim=1)
+        self._append(tokens)
         self._keep([delta.stop_reason is None for _, delta in deltas])
         return deltas
 
+    @abstractmethod
     def _logits(self) -> Tensor:
-        """Run the model on `inputs`; shape [B, V]."""
+        """Return the next token's logits of each row, shape [B, V]."""
+
+    @abstractmethod
+    def _append(self, tokens: Tensor) -> None:
+        """Append a token to each row, int64, shape [B]."""
+
+    @abstractmethod
+    def _keep(self, keep: list[bool]) -> None:
+        """Drop the rows that are not to be kept."""
+
+
+@dataclass(slots=True)
+class WholeCohort(Cohort):
+    """Rows that are computed from their first token on, one at a time, for every token."""
+
+    sequences: list[list[int]]
+
+    def _logits(self) -> Tensor:
+        wholes = (torch.tensor([tokens], device=self.model.device) for tokens in self.sequences)
+        return torch.cat([self.model(input_ids=whole, use_cache=False).logits[:, -1] for whole in wholes])
+
+    def _append(self, tokens: Tensor) -> None:
+        for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
+            sequence.append(token)
+
+    def _keep(self, keep: list[bool]) -> None:
+        self.rows = [row for row, flag in zip(self.rows, keep, strict=True) if flag]
+        self.sequences = [tokens for tokens, flag in zip(self.sequences, keep, strict=True) if flag]
+
+
+@dataclass(slots=True)
+class CachedCohort(Cohort):
+    """Rows that share a KV cache. Prompts are padded on the left so that all rows grow at the same end."""
+
+    inputs: Tensor
+    """Tokens of the next forward pass, shape [B, T]; initially one row per prompt."""
+    mask: Tensor
+    """1 for tokens and 0 for padding, up to and including `inputs`, shape [B, L]."""
+    fan_out: Tensor | None
+    """Index of each row's prompt, shape [B]; None after the first forward pass."""
+    cache: DynamicCache = field(default_factory=DynamicCache)
+
+    def _append(self, tokens: Tensor) -> None:
+        self.inputs = tokens[:, None]
+        self.mask = torch.cat([self.mask, torch.ones_like(self.inputs)], dim=1)
+
+    def _logits(self) -> Tensor:
         positions = (self.mask.cumsum(-1) - 1).clamp_min(0)[:, -self.inputs.shape[1] :]
         logits: Tensor = self.model(
             input_ids=self.inputs,
@@ -130,10 +176,6 @@ class Cohort:
         if self.fan_out is not None:
             self.cache.batch_select_indices(self.fan_out)
             logits, self.mask, self.fan_out = logits[self.fan_out], self.mask[self.fan_out], None
-        logits = logits.float()
-        for i, row in enumerate(self.rows):
-            if row.length < row.job.request.params.min_tokens:
-                logits[i, row.held_ids] = -torch.inf
         return logits
 
     def _keep(self, keep: list[bool]) -> None:
@@ -151,8 +193,18 @@ class Cohort:
 class Batcher:
     """Runs all sequences of one model, step by step. Not thread-safe; other threads may only set `Job.cancelled`."""
 
-    def __init__(self, model: PreTrainedModel, bank: AdapterBank, tokenizer: Any, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        bank: AdapterBank,
+        tokenizer: Any,
+        eos_ids: Collection[int],
+        *,
+        is_cached: bool = True,
+    ) -> None:
+        """`is_cached` says whether sequences share a KV cache, instead of being computed whole."""
         self._model = model
+        self._is_cached = is_cached
         self._bank = bank
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
@@ -174,13 +226,15 @@ class Batcher:
 
     def _cohort(self, jobs: list[Job]) -> Cohort:
         prompts = [job.request.prompt for job in jobs]
+        rows = [self._completion(job, index) for job in jobs for index in range(job.request.num_samples)]
+        if not self._is_cached:
+            return WholeCohort(self._model, rows, [list(row.job.request.prompt) for row in rows])
         width = max(map(len, prompts))
         inputs = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         fan_out = [prompt for prompt, job in enumerate(jobs) for _ in range(job.request.num_samples)]
-        rows = [self._completion(job, index) for job in jobs for index in range(job.request.num_samples)]
         device = self._model.device
-        return Cohort(self._model, rows, inputs.to(device), mask.to(device), torch.tensor(fan_out, device=device))
+        return CachedCohort(self._model, rows, inputs.to(device), mask.to(device), torch.tensor(fan_out, device=device))
 
     def _completion(self, job: Job, index: int) -> Completion:
         params = job.request.params

@@ -22,6 +22,7 @@ from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.hf.adapters import AdapterBank
 from sampler_service.engine.hf.batch import Batcher, Job
 from sampler_service.engine.hf.sampling import sequence_logprobs
+from sampler_service.engine.hf.startup_checks import shares_a_cache, use_fast_attention
 from sampler_service.engine.model_files import check_tokenizer, fit, whole
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, GenerationRequest, LoadTimes, Slots, TextRequest, TokenDelta, Turn
@@ -225,6 +226,7 @@ def _load(options: EngineOptions) -> _Loaded:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             options.model_path,
             dtype=dtype,
+            attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
@@ -235,6 +237,7 @@ def _load(options: EngineOptions) -> _Loaded:
         check_tied(model)
         tokenizer = check_tokenizer(options.model_path)
     torch.nn.Module.to(model, device).requires_grad_(requires_grad=False)
+    use_fast_attention(model, tokenizer.encode)
     config = model.config.get_text_config()
     info = ModelInfo(
         name=options.model_name,
@@ -246,7 +249,8 @@ def _load(options: EngineOptions) -> _Loaded:
     )
     bank = AdapterBank(model, options.max_lora_rank)
     eos = _eos_ids(model.generation_config.eos_token_id) | _eos_ids(tokenizer.eos_token_id)
-    return _Loaded(model, bank, Batcher(model, bank, tokenizer.backend_tokenizer, eos), info)
+    is_cached = shares_a_cache(model, tokenizer.encode, Batcher(model, bank, tokenizer.backend_tokenizer, eos))
+    return _Loaded(model, bank, Batcher(model, bank, tokenizer.backend_tokenizer, eos, is_cached=is_cached), info)
 
 
 def _eos_ids(value: int | list[int] | None) -> set[int]:
