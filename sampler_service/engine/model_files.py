@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, entries
@@ -165,7 +172,16 @@ def whole(loaded: tuple[PreTrainedModel, Mapping[str, Any]]) -> PreTrainedModel:
     model, info = loaded
     text = model.config.get_text_config(decoder=True)
     check_fit(Loading.of(info), text.to_dict(), frozenset(name for name, _ in model.named_modules()))
+    _check_window(text)
     return model
+
+
+def _check_window(config: PreTrainedConfig) -> None:
+    """Refuse an empty sliding window: for vLLM it means none, but transformers and the trainer would see no token."""
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    is_used = hasattr(type(config)(), "sliding_window") and (layers is None or "sliding_attention" in layers)
+    if is_used and isinstance(window, int) and window <= 0:
+        raise ModelDamagedError(f"sliding_window is {window} in config.json; set null for no window")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import stat
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -22,10 +23,25 @@ from paceline.errors import EngineUnavailable, InvalidArgument, Unsupported
 from paceline.layout import WEIGHTS_FILE
 from paceline.types import SamplingParams, StopReason
 from sampler_service.engine.factory import create_engine
-from sampler_service.engine.protocol import TextEndpoint, TextRequest, TextSampling
+from sampler_service.engine.protocol import EngineUnfit, TextEndpoint, TextRequest, TextSampling
 from sampler_service.engine.vllm.engine import SOCKETS_VARIABLE, engine_args
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+async def test_no_engine_starts_on_a_model_that_lacks_a_weight(kind, model_path, tmp_path, vllm_here):
+    directory = tmp_path / "model"
+    shutil.copytree(model_path, directory)
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    engine = create_engine(kind, options_for(directory))
+    try:
+        with pytest.raises(EngineUnfit, match=r"model\.layers\.0\.mlp\.up_proj\.weight is missing"):
+            await engine.start()
+    finally:
+        await engine.stop()
 
 
 async def test_vllm_that_died_is_reported_as_unavailable(model_path, vllm_here):

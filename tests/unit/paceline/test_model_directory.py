@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sampler_service.engine.options import EngineOptions as SamplerOptions
 from sampler_service.engine.protocol import EngineUnfit
 from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
+from trainer_service.engine.peft_engine import PeftEngine
 
 WEIGHTS = "model.safetensors"
 
@@ -236,6 +238,18 @@ def test_weights_that_only_vllm_would_read_are_refused_where_it_serves(changed, 
 def test_files_of_other_weights_may_lie_beside_the_models(changed):
     directory = changed(beside("consolidated.safetensors", "layers.0.attention.wq.weight"))
     assert len(check_model(directory)) == 15
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "llama"])
+def test_an_empty_window_is_refused_by_trainer_and_sampler_where_it_is_one(tmp_path, kind):
+    directory = make_tiny(kind, tmp_path, sliding_window=0)
+    named = "sliding_window is 0 in config.json; set null for no window"
+    for load, error in (
+        (lambda: PeftEngine(EngineOptions(str(directory), "tiny")), PacelineError),
+        (lambda: check_model(directory), EngineUnfit),
+    ):
+        with pytest.raises(error, match=named) if kind == "mistral" else nullcontext():
+            load()
 
 
 def test_a_tied_head_need_not_be_stored(tmp_path):
