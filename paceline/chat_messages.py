@@ -18,6 +18,10 @@ ASSISTANT = "assistant"
 REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 """Names for a message's reasoning; all mean the first."""
 MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_NAMES})
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""The field for variables of a chat template, such as enable_thinking."""
+_RENDERERS_OWN = frozenset({"chat_template", "tokenize"})
+_SCALARS = (str, int, float, bool, type(None))
 _ALWAYS_WITH_CONTENT = ("user", "system", "developer")
 """Roles whose messages have a text; the others may have tool calls instead."""
 _PART_FIELDS = frozenset({"type", "text", "cache_control"})
@@ -60,6 +64,18 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     _check_list(tools, "tools", "a list of tools, at least one; leave it out for none")
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def read_template_kwargs(given: Any) -> dict[str, Any]:
+    """Check variables of a chat template: names, and scalars as values. Raises InvalidArgument, UnknownField."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise errors.InvalidArgument.must_be("an object", TEMPLATE_KWARGS)
+    for name, value in given.items():
+        if name in _RENDERERS_OWN or not isinstance(value, _SCALARS):
+            raise errors.UnknownField("is not served; leave it out", field=f"{TEMPLATE_KWARGS}.{name[:80]}")
+    return given
 
 
 def content_format(render: Callable[[list[Message]], str]) -> ContentFormat:

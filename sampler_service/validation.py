@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.chat import check_length, read_chat_body
-from paceline.chat_messages import read_messages, read_tools
+from paceline.chat_messages import TEMPLATE_KWARGS, read_messages, read_template_kwargs, read_tools
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
 from paceline.types.training import Array
@@ -52,7 +52,6 @@ _FIELDS = {
 _MEANINGLESS = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields for the hosted service's own use. They do not affect the response, so they are ignored."""
 _PROMPTS = "a text, token ids, or a list of either"
-_SCALARS = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def read_body(content: bytes, endpoint: TextEndpoint, limits: RequestLimits) -> 
         _check_prompts(given.get("prompt"), limits)
     if "tools" in given:
         given["tools"] = read_tools(given["tools"])
-    _check_template_kwargs(given.get("chat_template_kwargs", {}))
+    read_template_kwargs(given.get(TEMPLATE_KWARGS))
     field = "messages" if endpoint is TextEndpoint.CHAT_COMPLETIONS else "prompt"
     texts = [given.get("messages"), given.get("prompt"), given.get("tools")]
     check_length(field, texts, limits.model.max_context_length)
@@ -288,11 +287,3 @@ def _out_of_range(value: float, what: str, field: str, low: float, high: float) 
 
 def _facts(value: float, low: float, high: float) -> dict[str, str]:
     return {"value": str(value), "minimum": str(low), "maximum": str(high)}
-
-
-def _check_template_kwargs(given: Any) -> None:
-    if not isinstance(given, dict):
-        raise errors.InvalidArgument.must_be("an object", "chat_template_kwargs")
-    for name, value in given.items():
-        if name in {"chat_template", "tokenize"} or not isinstance(value, _SCALARS):
-            raise errors.UnknownField("is not served; leave it out", field=f"chat_template_kwargs.{name[:80]}")

@@ -7,14 +7,23 @@ sampling. `Turn` says what that is, whatever the template writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline import errors
-from paceline.chat_messages import ASSISTANT, ContentFormat, Message, as_rendered, content_format, texts_of
+from paceline.chat_messages import (
+    ASSISTANT,
+    TEMPLATE_KWARGS,
+    ContentFormat,
+    Message,
+    as_rendered,
+    content_format,
+    texts_of,
+)
 from trainer_service.template_marks import MarkedConversation, mark
 
 if TYPE_CHECKING:
@@ -48,10 +57,13 @@ class _Texts:
 class ChatTemplate:
     """One model's tokenizer and chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> None:
-        """Take a tokenizer with its template, and the tokens that end sampling."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int], kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take a tokenizer with its template, the tokens that end sampling, and variables of the template."""
         self._tokenizer = tokenizer
         self._ends = ends
+        self._kwargs = kwargs or {}
 
     @classmethod
     def load(cls, model: str) -> ChatTemplate:
@@ -80,6 +92,42 @@ class ChatTemplate:
                 marked.check(first, last, texts.prompt + texts.response)
                 first = last + 1
         self._check_roles(marked)
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with variables set, as `chat_template_kwargs` of a chat completion sets them.
+
+        Raises UnknownField for a name that is no variable: an argument of the tokenizer's.
+        """
+        own = {"messages", *signature(self._tokenizer.apply_chat_template).parameters}
+        for name in sorted(own & kwargs.keys()):
+            raise _without_effect(name)
+        return self if kwargs == self._kwargs else ChatTemplate(self._tokenizer, self._ends, kwargs)
+
+    def check_kwargs(self, conversations: Sequence[Sequence[Message]], tools: Tools) -> None:
+        """Check that each variable that is set changes what the template writes of a conversation's last response.
+
+        It must differ from what is written without the variable or, since that may be its default, with another value.
+        Raises UnknownField, Unsupported.
+        """
+        if self._kwargs and _HARMONY in self._source(tools):
+            problem = (
+                "is not read when this model is served, whose prompts vLLM builds without the template; leave it out"
+            )
+            raise errors.Unsupported(problem, field=TEMPLATE_KWARGS)
+        for name in self._kwargs:
+            if not any(self._changes(name, each, tools) for each in conversations):
+                raise _without_effect(name)
+
+    def _changes(self, name: str, messages: Sequence[Message], tools: Tools) -> bool:
+        last, others = len(messages) - 1, {key: value for key, value in self._kwargs.items() if key != name}
+        written = self._texts(messages, tools, last)
+        for kwargs in (others, {**others, name: _another(self._kwargs[name])}):
+            try:
+                if self.with_kwargs(kwargs)._texts(messages, tools, last) != written:  # noqa: SLF001 - of this class
+                    return True
+            except errors.InvalidArgument:  # the template reads the variable, and refuses the other value
+                return True
+        return False
 
     def turn(self, messages: Sequence[Message], tools: Tools) -> Turn:
         """Return the last message of a checked conversation as a response, and the others as its prompt.
@@ -194,7 +242,7 @@ class ChatTemplate:
     def _apply(self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool) -> Any:
         given: Any = tools
         return self._tokenizer.apply_chat_template(
-            list(messages), tools=given, tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tools=given, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
         )
 
     def _source(self, tools: Tools) -> str:
@@ -216,6 +264,20 @@ def _configured_ends(model: str) -> list[int | None]:
         found = GenerationConfig.from_model_config(config)
     ends = found.eos_token_id
     return ends if isinstance(ends, list) else [ends]
+
+
+def _without_effect(name: str) -> errors.UnknownField:
+    message = "changes nothing of what the model's chat template writes here; leave it out"
+    return errors.UnknownField(message, field=f"{TEMPLATE_KWARGS}.{name[:80]}")
+
+
+def _another(value: Any) -> Any:
+    """Return another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return f"{value} or another"
+    return None if value is None else value + 1
 
 
 def _in_opened_thought(message: Message, index: int, written: str) -> str:

@@ -20,12 +20,21 @@ import numpy as np
 
 from paceline import errors, layout
 from paceline.chat import check_length, read_chat_body
-from paceline.chat_messages import ASSISTANT, MESSAGE_FIELDS, Message, read_messages, read_tools, texts_of
+from paceline.chat_messages import (
+    ASSISTANT,
+    MESSAGE_FIELDS,
+    TEMPLATE_KWARGS,
+    Message,
+    read_messages,
+    read_template_kwargs,
+    read_tools,
+    texts_of,
+)
 from paceline.regular_files import read_file
 from paceline.types import Datum
 from trainer_service.chat_template import ChatTemplate, Turn
 
-_FIELDS = frozenset({"messages", "tools"})
+_FIELDS = frozenset({"messages", "tools", TEMPLATE_KWARGS})
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function")
 _BILLING = "x-anthropic-billing-header"
 """vLLM drops a line of a system message that starts with it."""
@@ -33,6 +42,8 @@ _MAX_WORK = 1 << 26
 """Most characters that templates may write for a conversation; each response is rendered with everything before it."""
 _MESSAGE_WORK = 64
 """Characters counted for what a template writes around a message."""
+_RENDERINGS_OF_KWARG = 2
+"""How often a response is rendered to see what a variable of the template changes."""
 _SLICE_WORK, _SLICE_TOKENS = 1 << 20, 1 << 16
 """Limits after which another tenant gets its turn."""
 _REPLY_TOKENS = 1 << 19
@@ -100,6 +111,7 @@ class _Conversation:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any]
     trained: list[int]
     """Indices of the messages to train on."""
     work: int
@@ -182,9 +194,10 @@ class ConversationRenderer:
 
     def _render(self, conversation: _Conversation, longest: int) -> list[Datum]:
         """Return one datum if each prompt starts with everything before it, otherwise several."""
-        template, sequences = self._load(), list[_Sequence]()
+        template, sequences = self._load().with_kwargs(conversation.template_kwargs), list[_Sequence]()
         messages, tools = conversation.messages, conversation.tools
         template.check(messages[: conversation.trained[-1] + 1], tools)
+        template.check_kwargs([messages[: last + 1] for last in conversation.trained], tools)
         for last in conversation.trained:
             turn = template.turn(messages[: last + 1], tools)
             length = len(turn.prompt) + len(turn.response)
@@ -208,20 +221,22 @@ def _parse(body: bytes, max_context_length: int) -> _Conversation:
         raise errors.UnknownField(f"{hint}: send messages and, if the template supports them, tools", field=name[:80])
     weights, plain = _without_weights(given.get("messages"))
     messages, tools = read_messages(plain), read_tools(given.get("tools"))
+    template_kwargs = read_template_kwargs(given.get(TEMPLATE_KWARGS))
     if len(messages) > max_context_length:
         message = f"has {len(messages)} messages; the context is {max_context_length} tokens"
         raise errors.SequenceTooLong(message, field="messages")
-    length = check_length("messages", [messages, tools], max_context_length)
+    length = check_length("messages", [messages, tools, template_kwargs], max_context_length)
     trained = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT and weights[index]]
     _check_trained(messages, trained)
     for index in range(len(messages)):
         _check_message(messages[index], index, is_trained=index in trained)
     responses = sum(message["role"] == ASSISTANT for message in messages)
-    work = responses * (length + _MESSAGE_WORK * len(messages))
+    renderings = responses * (1 + _RENDERINGS_OF_KWARG * len(template_kwargs))
+    work = renderings * (length + _MESSAGE_WORK * len(messages))
     if work > _MAX_WORK:
         message = f"have {responses} responses in {length} characters, too many to render each with its prompt"
         raise errors.OutOfRange(f"{message}; split them into several conversations", field="messages")
-    return _Conversation(messages, tools, trained, work)
+    return _Conversation(messages, tools, template_kwargs, trained, work)
 
 
 def _without_weights(messages: Any) -> tuple[list[int], Any]:

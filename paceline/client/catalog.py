@@ -49,10 +49,11 @@ class Catalog(Connected):
         """Render conversations with the model's chat template; return the datums of each, for cross_entropy.
 
         A conversation is a list of messages as in OpenAI's chat API, or a dict with `messages` and, if the template
-        supports them, `tools`. The loss covers only the assistant's responses, except those with `weight` 0, each after
-        the prompt that is served for it and up to the token that ends it. Reasoning is in `reasoning`. A field that the
-        template does not write is refused. An empty `base_model` means the served one. Errors: InvalidArgument,
-        UnknownField, SequenceTooLong, OutOfRange, Unsupported, EmptyBatch, ModelNotFound.
+        supports them, `tools` and `chat_template_kwargs` (variables such as enable_thinking). The loss covers only the
+        assistant's responses, except those with `weight` 0, each after the prompt that is served for it and up to the
+        token that ends it. Reasoning is in `reasoning`. A field that the template does not write is refused. An empty
+        `base_model` means the served one. Errors: InvalidArgument, UnknownField, SequenceTooLong, OutOfRange,
+        Unsupported, EmptyBatch, ModelNotFound.
         """
         if not isinstance(conversations, Iterable):
             raise errors.InvalidArgument.of_type(conversations, "a list of conversations", "conversations")

@@ -36,6 +36,7 @@ class Conversation(Struct, forbid_unknown_fields=True):
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Pair(Struct, forbid_unknown_fields=True):

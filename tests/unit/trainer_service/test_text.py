@@ -100,6 +100,32 @@ async def test_tools_are_written_or_refused(model):
         await render(model, [USER, says("Ho")], tools=tools)
 
 
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m.content }}{{ effort or 'low' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+
+
+async def test_variables_of_the_template_are_set_as_when_it_is_served(model):
+    write_template(model, THINKS)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for kwargs in ({"enable_thinking": False}, {"enable_thinking": True}, {"effort": "low"}, {"effort": "high"}, {}):
+        ((datum,),) = await render(model, [USER, says("Ho")], chat_template_kwargs=kwargs)
+        prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False, **kwargs)
+        assert said(datum) == [f"Ho{kwargs.get('effort', 'low')}<|im_end|>"]
+        assert TOKENIZER.decode(datum.model_input.tolist()).startswith(prompt)
+
+
+@pytest.mark.parametrize("name", ["thinking", "tools", "messages", "conversation", "padding", "tokenize"])
+async def test_a_variable_that_changes_nothing_is_refused_by_its_name(model, name):
+    write_template(model, THINKS)
+    with pytest.raises(errors.UnknownField) as refused:
+        await render(model, [USER, says("Ho")], chat_template_kwargs={"enable_thinking": False, name: True})
+    assert refused.value.field == f"conversations[0].chat_template_kwargs.{name}"
+
+
 async def test_a_template_that_forgets_makes_a_sequence_of_each_response(model):
     write_template(
         model,
