@@ -241,7 +241,7 @@ class SamplerEngine(Protocol):
         """Load an adapter; when this returns, the next scheduler step can use it.
 
         Raises RankTooLarge, or InvalidShape if a module of the adapter is not in the base model: no part of an adapter
-        is ever silently ignored.
+        is ever silently ignored. Raises FileNotFoundError if its files are removed meanwhile.
         """
         ...
 

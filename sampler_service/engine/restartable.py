@@ -207,8 +207,9 @@ class RestartableEngine:
                 loaded[number] = adapter
             except EngineUnavailable:
                 raise
-            except Exception:
-                _log.exception("adapter not loaded again", adapter=adapter.name)
+            except Exception as error:
+                is_known = isinstance(error, (ChecksumMismatch, FileNotFoundError))
+                _log.warning("adapter not loaded again", adapter=adapter.name, error=str(error), exc_info=not is_known)
                 self._adapters.pop(number, None)
                 lost.append(adapter)
         return lost

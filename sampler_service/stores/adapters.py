@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, count
 from time import perf_counter
@@ -35,6 +35,7 @@ from sampler_service.transports.base import (
     ReplacedError,
     StagedAdapter,
     VersionKey,
+    abandon,
     arriving_within,
     check_owner,
     is_for,
@@ -104,6 +105,7 @@ class VersionRegistry:
         self._installing = Background("version not installed")
         self._unloading = Background("version not unloaded")
         self.listeners = Listeners()
+        self.listeners.released.append(lambda served: resolver.dropped(served.run_id, served.version))
         self.arrivals = Arrivals()
 
     def __len__(self) -> int:
@@ -146,7 +148,12 @@ class VersionRegistry:
 
     async def install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
         """Load a pushed adapter and unload those of its run that it supersedes. Raises as `_install`."""
-        entry = await self._install(staged, arrival)
+        try:
+            entry = await self._install(staged, arrival)
+        except ReplacedError as error:
+            raise errors.EngineUnavailable(
+                "the pushed files were removed while they were loaded; push again"
+            ) from error
         self._resolver.pushed(entry.served.run_id, entry.served.version)
         self.retire_superseded(entry.served.run_id)
         return entry
@@ -159,6 +166,7 @@ class VersionRegistry:
 
         if not any(map(is_meant, self._all_staged())):
             raise absent(ref)
+        self._resolver.dropped(ref.run_id, ref.version or 0)
         self._retire_all(is_meant)
 
     def displace(self, key: VersionKey, sha256: str) -> None:
@@ -280,7 +288,7 @@ class VersionRegistry:
                 await self._disk.put_back(staged, self._release)
                 raise
             await staged.discard()
-            if isinstance(error, FileNotFoundError) and staged.files is not None:
+            if isinstance(error, FileNotFoundError):
                 raise ReplacedError(
                     "the files were removed while they were loaded; ask again", field="model"
                 ) from error
@@ -288,7 +296,7 @@ class VersionRegistry:
 
     async def _load(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
         """Load and verify an adapter; return its entry, or the entry of the same version that was loaded meanwhile."""
-        numbers = asyncio.ensure_future(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
+        numbers = asyncio.create_task(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
         try:
             async with self._loading(staged) as entry:
                 await staged.verified()
@@ -300,7 +308,7 @@ class VersionRegistry:
                 arrival.check()
                 existing = self._entries.setdefault(entry.key, entry)
         finally:
-            numbers.cancel()  # if loading failed, the files are about to be removed
+            abandon(numbers)  # if loading failed, the files are about to be removed
         if existing is entry:
             self.listeners.notify_loaded(entry)
         return existing
@@ -457,8 +465,7 @@ class VersionRegistry:
 
     async def _fetch_again(self, entry: LoadedVersion) -> None:
         """Fetch a lost version again; only if that fails, report to the trainer that it is no longer held."""
-        with suppress(FileNotFoundError):
-            await entry.staged.discard()
+        await entry.staged.discard()
         try:
             if not entry.retired:
                 await self.fetch(entry.key)

@@ -226,12 +226,16 @@ class Listeners:
 class VersionResolver:
     """Tracks the newest version of every run: the one that the trainer announced last, or one pushed after that.
 
-    A pushed number, however high, is the newest only until the trainer's next version.
+    A pushed number, however high, is the newest only until the trainer's next version, and only while it is held: it
+    may be nowhere else.
     """
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
         self._newest: dict[str, int] = {}
+        """Version of each run that was announced last, by this trainer or by the one before."""
+        self._pushed: dict[str, set[int]] = {}
+        """Held versions of each run that were pushed since."""
         self._announced: dict[str, int] = {}
         """Highest version of each run that this trainer announced."""
         self._trainer = ""
@@ -245,6 +249,8 @@ class VersionResolver:
             self._trainer = trainer_instance
             self._announced.clear()
             self._newest = {run: number for run, number in self._newest.items() if VersionKey(run, number) in held}
+            for run, numbers in self._pushed.items():
+                self._pushed[run] = {number for number in numbers if VersionKey(run, number) in held}
 
     def announced(self, run_id: str, version: int, newest: int) -> bool:
         """Record that the trainer announced a version and which it calls the newest; return whether to go on to it.
@@ -257,15 +263,21 @@ class VersionResolver:
         last = self.last_announced(run_id)
         if version > last:
             self._announced[run_id] = self._newest[run_id] = version
+            self._pushed.pop(run_id, None)
         return version >= last
 
     def pushed(self, run_id: str, version: int) -> None:
         """Record that a version was pushed, which the trainer did not announce."""
-        self._newest[run_id] = max(version, self.newest(run_id))
+        self._pushed.setdefault(run_id, set()).add(version)
+
+    def dropped(self, run_id: str, version: int) -> None:
+        """Record that a version is unloaded; one that was pushed is not the newest any more."""
+        if (pushed := self._pushed.get(run_id)) is not None:
+            pushed.discard(version)
 
     def newest(self, run_id: str) -> int:
         """Return the newest known version; 0 if there is none."""
-        return self._newest.get(run_id, 0)
+        return max(self._newest.get(run_id, 0), *self._pushed.get(run_id, ()), 0)
 
     def last_announced(self, run_id: str) -> int:
         """Return the highest version that this trainer announced; 0 if it announced none."""
@@ -274,6 +286,7 @@ class VersionResolver:
     def forget(self, run_id: str) -> None:
         """Forget a run that was deleted."""
         self._newest.pop(run_id, None)
+        self._pushed.pop(run_id, None)
         self._announced.pop(run_id, None)
 
     async def resolve(self, ref: ModelRef, tenant: str) -> VersionKey:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 from paceline.background import Background
-from paceline.errors import DiskFull
+from paceline.errors import DiskFull, EngineUnavailable
 from paceline.log import get_logger
 from paceline.regular_files import copy_file
 from paceline.weights.v1 import weight_service_pb2 as pb
@@ -110,7 +110,7 @@ class DiskTier:
         key = staged.key
         try:
             copy = await asyncio.to_thread(_copy, staged, scratch)
-        except (OSError, DiskFull) as error:
+        except (OSError, DiskFull, EngineUnavailable) as error:
             if self._waiting.get(key) is staged:
                 _log.warning("version not kept on disk", error=str(error))
                 await release(self._waiting.pop(key))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline import errors
 from paceline.base_weights import check_same_base
@@ -136,9 +136,10 @@ class StagedAdapter:
     async def discard(self) -> None:
         """Remove the files if they belong to this sampler."""
         if self.verifying is not None:
-            self.verifying.cancel()
+            abandon(self.verifying)
         if self.temporary:
-            await asyncio.to_thread(shutil.rmtree, self.directory)
+            with suppress(FileNotFoundError):
+                await asyncio.to_thread(shutil.rmtree, self.directory)
 
 
 class Bridge(Protocol):
@@ -196,6 +197,12 @@ class ManifestRules:
                 f"has {manifest.total_size} bytes; this sampler takes 1 to {self.max_bytes}",
                 field="manifest.total_size",
             )
+
+
+def abandon(task: asyncio.Task[Any]) -> None:
+    """Cancel a task of whose result nothing depends any more; if it has failed, that is no error to log."""
+    task.cancel()
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def check_is(manifest: pb.Manifest, ref: ModelRef, tenant: str) -> None:

@@ -97,6 +97,9 @@ async def _finish(staged: StagedAdapter, committed: str) -> StagedAdapter:
         if committed != staged.served.sha256:
             raise errors.ChecksumMismatch("does not match the received bytes", field="commit.sha256")
         await asyncio.to_thread(_check_content, staged)
+    except FileNotFoundError as error:
+        await staged.discard()
+        raise errors.EngineUnavailable("the pushed files were removed while they were read; push again") from error
     except BaseException:
         await staged.discard()
         raise

@@ -48,8 +48,8 @@ class StagingArea(OwnDirectory):
         """
         directory = self.path / uuid4().hex
         try:
-            with _room():
-                directory.mkdir()
+            with _staged():
+                directory.mkdir(parents=True)
                 file = directory / weights_file(manifest)
                 if file.name == WEIGHTS_FILE:
                     (directory / CONFIG_FILE).write_bytes(manifest.adapter_config)
@@ -116,7 +116,7 @@ class AdapterReceiver:
             await asyncio.gather(self._writing, return_exceptions=True)
         if self._writer is not None:
             self._writer.close()
-        await asyncio.to_thread(shutil.rmtree, self._file.parent)
+        await asyncio.to_thread(shutil.rmtree, self._file.parent, ignore_errors=True)
 
     def _link(self, file: Path) -> None:
         try:
@@ -146,7 +146,7 @@ class AdapterReceiver:
             self._writing = None
 
     def _write(self, chunks: Sequence[Piece], *, are_last: bool = False) -> None:
-        with _room():
+        with _staged():
             if self._writer is None:
                 self._writer = ChunkWriter(self._file, self._manifest)
             for chunk in chunks:
@@ -162,9 +162,12 @@ async def _close(making: asyncio.Future[AdapterReceiver]) -> None:
 
 
 @contextmanager
-def _room() -> Iterator[None]:
+def _staged() -> Iterator[None]:
+    """Write staged files. Raises DiskFull, and EngineUnavailable if they were removed meanwhile."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise errors.EngineUnavailable("the staged files were removed while they arrived; send them again") from error
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise

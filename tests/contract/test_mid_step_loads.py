@@ -77,10 +77,10 @@ async def test_an_adapter_is_loaded_before_the_step_ends_and_changes_nothing_in_
 
 async def test_an_adapter_that_cannot_be_loaded_ends_no_step(engine, hold, start_step, make_adapter):
     broken = make_adapter()
-    (broken.path / "adapter_model.safetensors").unlink()
+    (broken.path / "adapter_model.safetensors").write_bytes(b"no header")
     sampled = await start_step(ask(max_tokens=4, ignore_eos=True))
     async with asyncio.timeout(PATIENCE):
-        with pytest.raises(Exception, match=r"adapter_model\.safetensors"):
+        with pytest.raises(Exception, match="collective_rpc"):
             await engine._live().llm.collective_rpc(
                 "load_adapter", args=(broken.adapter_id, "broken", str(broken.path), True)
             )

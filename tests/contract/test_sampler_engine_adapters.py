@@ -10,10 +10,11 @@ import pytest
 from support.stacks.sampler_contract import IDS, PROMPT, TARGETS, ask, one, options_for
 from transformers import AutoModelForCausalLM
 
-from paceline.errors import InvalidShape, RankTooLarge
+from paceline.errors import InvalidShape, RankTooLarge, VersionNotFound
 from paceline.layout import WEIGHTS_FILE
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.hf.batch import Job
+from sampler_service.engine.model_files import read_adapter
 from sampler_service.engine.protocol import Adapter
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -141,3 +142,28 @@ async def test_an_adapter_that_would_be_cut_or_left_out_is_refused(engine, model
     embedding = make_adapter(targets=["embed_tokens"])
     with pytest.raises(InvalidShape):
         await engine.add_adapter(embedding)
+
+
+async def test_an_adapter_whose_files_are_removed_while_it_is_loaded_is_no_failure_of_the_engine(
+    engine, make_adapter, monkeypatch
+):
+    """The files go after vLLM's caller has looked at them, before its workers do."""
+    gone, adapter = make_adapter(), make_adapter()
+
+    def read(directory):
+        shapes = read_adapter(directory)
+        shutil.rmtree(directory)
+        return shapes
+
+    with monkeypatch.context() as patch:
+        if engine.name == "vllm":
+            patch.setattr("sampler_service.engine.vllm.engine.read_adapter", read)
+        else:
+            shutil.rmtree(gone.path)
+        with pytest.raises(FileNotFoundError):
+            await engine.add_adapter(gone)
+    with pytest.raises(VersionNotFound):
+        await one(engine, ask(adapter=gone))
+    await engine.add_adapter(adapter)
+    assert (await one(engine, ask(adapter=adapter, max_tokens=2, ignore_eos=True))).tokens
+    await engine.remove_adapter(adapter)

@@ -161,10 +161,10 @@ async def test_adapters_that_arrive_while_another_is_sampled_take_the_free_slot(
 async def test_an_adapter_that_a_worker_cannot_load_ends_no_request(ways, make_scaled):
     direct, _ = ways
     broken = make_scaled()
-    (broken.path / "adapter_model.safetensors").unlink()
+    (broken.path / "adapter_model.safetensors").write_bytes(b"no header")
     stream = direct.generate(ask(max_tokens=90, ignore_eos=True))
     tokens = (await anext(stream)).tokens
-    with pytest.raises(Exception, match=r"adapter_model\.safetensors"):
+    with pytest.raises(Exception, match="collective_rpc"):
         await direct._started.llm.collective_rpc("load_adapter", args=(next(IDS), "broken", str(broken.path), True))
     tokens += [token async for delta in stream for token in delta.tokens]
     assert len(tokens) == 90

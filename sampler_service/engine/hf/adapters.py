@@ -62,10 +62,10 @@ class AdapterBank:
                 layer.set_adapter(_key(adapter), inference_mode=True)
 
     def _inject(self, adapter: Adapter) -> None:
+        read_header(adapter.path / WEIGHTS_FILE)  # refuses a link, and a header that would take all memory
         config = LoraConfig.from_pretrained(str(adapter.path))
         config.inference_mode = True
         inject_adapter_in_model(config, self._model, _key(adapter))
-        read_header(adapter.path / WEIGHTS_FILE)  # refuses a link, and a header that would take all memory
         weights = load_file(adapter.path / WEIGHTS_FILE)
         result: Any = set_peft_model_state_dict(self._model, weights, adapter_name=_key(adapter))
         if result.unexpected_keys:

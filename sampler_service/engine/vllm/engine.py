@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Set
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from errno import ENOENT
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -209,7 +210,11 @@ class VllmEngine:
         with translated():
             start = perf_counter()
             call = (adapter.adapter_id, adapter.name, str(adapter.path), adapter.in_memory)
-            loaded: list[tuple[float, bool]] = await engine.llm.collective_rpc("load_adapter", args=call)
+            answers: list[tuple[float, bool] | None] = await engine.llm.collective_rpc("load_adapter", args=call)
+            loaded = [answer for answer in answers if answer is not None]
+            if len(loaded) < len(answers):
+                await engine.llm.remove_lora(adapter.adapter_id)
+                raise FileNotFoundError(ENOENT, "the adapter's files were removed while they were loaded", adapter.path)
         seconds = max(seconds for seconds, _ in loaded)
         waited = perf_counter() - start - seconds
         self._adapters.add(adapter.adapter_id)

@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from paceline.layout import WEIGHTS_FILE
 from sampler_service.engine.vllm.worker.internals import VllmInternals
 from sampler_service.engine.vllm.worker.prompt_logits import score_prompts_by_token
 
@@ -54,17 +55,26 @@ class WorkerExtension:
         served = {part for name in self.internals.layers for part in packed.get(name, [name])}
         return [name for name in modules if rename(name) not in served]
 
-    def load_adapter(self, adapter_id: int, name: str, directory: str, in_memory: bool) -> tuple[float, bool]:
+    def load_adapter(self, adapter_id: int, name: str, directory: str, in_memory: bool) -> tuple[float, bool] | None:
         """Make an adapter usable from the next step on; return the seconds that took, and whether it is in a slot.
 
+        Return None if its files were removed; vLLM would log a traceback of an exception, and pass on only its text.
         Adapters on a mixture's experts are always loaded by vLLM itself, which has its own layouts for them.
         """
+        try:
+            return self._load_adapter(adapter_id, name, Path(directory), in_memory=in_memory)
+        except Exception:
+            if (Path(directory) / WEIGHTS_FILE).exists():
+                raise
+            return None
+
+    def _load_adapter(self, adapter_id: int, name: str, directory: Path, *, in_memory: bool) -> tuple[float, bool]:
         start, in_slot = perf_counter(), None
         if self.slot_writer is not None:
             with gpu_sync_allowed():
-                in_slot = self.slot_writer.add(adapter_id, Path(directory), in_memory=in_memory)
+                in_slot = self.slot_writer.add(adapter_id, directory, in_memory=in_memory)
         if in_slot is None:
-            self.model_runner.add_lora(LoRARequest(name, adapter_id, directory))
+            self.model_runner.add_lora(LoRARequest(name, adapter_id, str(directory)))
             in_slot = True
         return perf_counter() - start, in_slot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +39,7 @@ RUN = new_run_id()
 
 
 class GatedBridge(VolumeBridge):
-    """Reads the volume when the gate is open, and counts the fetches."""
+    """Reads the volume when the gate is open, and counts the fetches. With `staging`, files are copied there."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -47,13 +48,21 @@ class GatedBridge(VolumeBridge):
         self.gate.set()
         self.before_load: Callable[[], None] = int
         """Called after files are verified and before they are loaded."""
+        self.staging: Path | None = None
 
     async def fetch(self, ref: ModelRef, tenant: str) -> StagedAdapter:
         self.fetches += 1
         await self.gate.wait()
         staged = await super().fetch(ref, tenant)
+        if self.staging is not None:
+            staged = copied(staged, self.staging / str(self.fetches))
         self.before_load()
         return staged
+
+
+def copied(staged: StagedAdapter, directory: Path) -> StagedAdapter:
+    """Return a version as if it had been received: in a directory of the sampler's own."""
+    return StagedAdapter(staged.manifest, shutil.copytree(staged.directory, directory), temporary=True)
 
 
 class GatedEngine(HfEngine):
@@ -481,6 +490,86 @@ async def test_a_file_that_changed_after_it_was_verified_is_not_served(setup, ho
         await use(registry, ref)
     assert not len(registry)
     assert not setup.engine._live().bank.loaded
+
+
+async def test_a_version_whose_staged_files_are_removed_under_its_load_is_fetched_again(
+    setup, tmp_path, caplog, capsys
+):
+    registry, ref = setup.registry(), setup.publish(1)
+    setup.bridge.staging = tmp_path
+
+    def remove():
+        setup.bridge.before_load = int
+        shutil.rmtree(tmp_path / "1")
+
+    setup.bridge.before_load = remove
+    assert (await use(registry, ref)).served.version == 1
+    assert setup.bridge.fetches == 2
+    await registry.close()
+    gc.collect()  # until then asyncio logs no failure of a task that nobody asked for
+    assert "Traceback" not in caplog.text + capsys.readouterr().out
+
+
+async def test_a_push_whose_files_are_removed_under_its_load_is_to_be_sent_again(setup, tmp_path):
+    registry, ref = setup.registry(), setup.publish(1)
+    setup.bridge.staging = tmp_path
+    for number, removed in ((1, True), (2, False)):
+        staged = await setup.bridge.fetch(ref, TENANT)
+        if removed:
+            shutil.rmtree(tmp_path / str(number))
+            with pytest.raises(errors.EngineUnavailable):
+                await registry.install(staged, registry.arrivals.expect(RUN))
+            assert not len(registry)
+        else:
+            await registry.install(staged, registry.arrivals.expect(RUN))
+    assert (await use(registry, ref)).served.version == 1
+
+
+async def test_unloading_a_version_whose_files_were_removed_succeeds(setup, tmp_path, caplog, capsys):
+    registry, ref = setup.registry(), setup.publish(1)
+    setup.bridge.staging = tmp_path
+    await use(registry, ref)
+    shutil.rmtree(tmp_path / "1")
+    released: list[ServedModel] = []
+    registry.listeners.released.append(released.append)
+    registry.unload(ref, TENANT)
+    await until(lambda: released)
+    assert not len(registry)
+    await registry.close()
+    assert "Traceback" not in caplog.text + capsys.readouterr().out
+
+
+async def test_a_pushed_version_is_the_newest_only_while_it_is_held(setup, tmp_path):
+    registry, newest = setup.registry(keep=4), ModelRef(run_id=RUN)
+    for version in (1, 5, 2**31 - 1):
+        setup.publish(version)
+    setup.resolver.announced(RUN, 1, 1)
+    await use(registry, newest)
+    for version in (5, 2**31 - 1):
+        staged = copied(
+            await VolumeBridge.fetch(setup.bridge, ModelRef(run_id=RUN, version=version), TENANT),
+            tmp_path / str(version),
+        )
+        await registry.install(staged, registry.arrivals.expect(RUN))
+    async with registry.lease(newest, TENANT) as lease:
+        assert lease.served.version == 2**31 - 1
+        registry.unload(ModelRef(run_id=RUN, version=2**31 - 1), TENANT)
+        assert (await use(registry, newest)).served.version == 5, "from now on, although the other is still in use"
+    registry.unload(ModelRef(run_id=RUN, version=5), TENANT)
+    assert (await use(registry, newest)).served.version == 1
+    registry.unload(ModelRef(run_id=RUN, version=1), TENANT)
+    assert (await use(registry, newest)).served.version == 1, "one that was announced is fetched again"
+
+
+async def test_a_pushed_version_that_is_evicted_and_kept_nowhere_is_not_the_newest(setup, tmp_path):
+    registry, newest = setup.registry(max_loaded=1), ModelRef(run_id=RUN)
+    setup.resolver.announced(RUN, 1, 1)
+    one, high = setup.publish(1), setup.publish(9)
+    staged = copied(await VolumeBridge.fetch(setup.bridge, high, TENANT), tmp_path / "9")
+    await registry.install(staged, registry.arrivals.expect(RUN))
+    assert setup.resolver.newest(RUN) == 9
+    await use(registry, one)
+    assert (await use(registry, newest)).served.version == 1
 
 
 async def test_files_that_belong_there_stay_on_the_volume(setup):

@@ -111,7 +111,9 @@ async def test_a_tenant_with_many_takes_no_place_from_one_with_few(stage, scratc
 
 async def test_one_that_cannot_be_written_goes(stage, scratch, tmp_path):
     tier, one, released = DiskTier(scratch, 2), stage(1), Released()
-    shutil.rmtree(next(tmp_path.glob("scratch/paceline-sampler-*")))
+    directory = next(tmp_path.glob("scratch/paceline-sampler-*"))
+    shutil.rmtree(directory)
+    directory.touch()
     await tier.put(one, released)
     await tier.close()
     assert released == [1]
