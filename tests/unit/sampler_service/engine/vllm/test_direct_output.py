@@ -36,7 +36,8 @@ def test_what_vllm_made_its_conversion_with_is_kept_and_what_it_is_given_passed_
     processor = TokenTap(replaced)
     assert (processor.tracing_enabled, processor.admission_stats) == (True, stats)
     processor.process_outputs([], 1.0, None, "v", "later", new=1)
-    request = SimpleNamespace(external_req_id="one")
+    request = SimpleNamespace(external_req_id="one", request_id="one-0")
+    processor.request_states["one-0"] = SimpleNamespace(detokenizer=None)  # as vLLM's registers it
     processor.add_request(request, None, None, 0, None, "later", new=1)
     assert given == [(([], 1.0, None, "v", "later"), {"new": 1}), ((request, None, None, 0, None, "later"), {"new": 1})]
 
