@@ -109,6 +109,17 @@ def test_a_container_writes_to_its_volumes_alone_and_is_bounded(file: str, servi
 
 
 @each_file
+def test_the_gateways_memory_holds_the_messages_that_it_admits(
+    file: str, monkeypatch: pytest.MonkeyPatch, credential: Path
+) -> None:
+    """A message takes up to three times its bytes (docs/operations.md, quotas)."""
+    container = compose_container(file, "gateway")
+    gateway = settings_of(container, monkeypatch, credential)
+    memory = container.spec["mem_limit"].removeprefix("${GATEWAY_MEMORY:-").removesuffix("g}")
+    assert 0 < 3 * gateway.max_bytes_in_flight < int(memory) << 30
+
+
+@each_file
 def test_volumes_and_secrets_that_services_use_are_declared(file: str) -> None:
     document = load(ROOT / file)
     for spec in compose_services(file).values():

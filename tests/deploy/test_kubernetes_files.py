@@ -229,3 +229,16 @@ def test_a_key_that_is_removed_is_refused(monkeypatch: pytest.MonkeyPatch, crede
     assert not any("subPath" in mount for mount in mounts.values())
     keys_file = settings_of(container, monkeypatch, credential).keys_file
     assert Path(mounts["keys"]["mountPath"]) == keys_file.parent
+
+
+def test_the_gateways_memory_holds_the_messages_that_it_admits(
+    monkeypatch: pytest.MonkeyPatch, credential: Path
+) -> None:
+    """A message takes up to three times its bytes (docs/operations.md, quotas)."""
+    container = kubernetes_container("gateway")
+    gateway = settings_of(container, monkeypatch, credential)
+    trainer = settings_of(kubernetes_container("trainer"), monkeypatch, credential)
+    memory = container_of(container.spec)["resources"]["limits"]["memory"]
+    assert memory.endswith("Gi")
+    assert 0 < 3 * gateway.max_bytes_in_flight < int(memory.removesuffix("Gi")) << 30
+    assert trainer.max_waiting_bytes_per_tenant < gateway.max_bytes_in_flight_per_tenant < gateway.max_bytes_in_flight
