@@ -31,6 +31,7 @@ from gateway.admission import Authenticator
 from gateway.http.generate import GenerateApi
 from gateway.http.listener import BACKLOG, Listener
 from gateway.http.metaclaw.api import MetaClawApi
+from gateway.http.metaclaw.bodies import BATCHES, MAX_BATCH_PARTS
 from gateway.http.middleware import AccessMiddleware
 from gateway.http.online.api import OnlineApi
 from gateway.http.openai import OpenAiApi
@@ -42,6 +43,7 @@ from gateway.http.tinker.app import PREFIX as TINKER
 from gateway.http.tinker.app import TinkerApi
 from gateway.settings import GatewaySettings
 from paceline import errors
+from paceline.bodies import MAX_JSON_PARTS
 from paceline.log import get_logger
 from paceline.rpc.readers import READER_SECONDS
 from paceline.waiting_bytes import WaitingBytes
@@ -51,6 +53,10 @@ _EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "
 """Headers of responses that web pages may read."""
 _BINARY = (f"{TINKER}/forward_backward", f"{TINKER}/telemetry")
 """Paths whose bodies are protobuf, with bounds of its own, or not read."""
+_LONG = ("/completions", "/generate", "/train", "/v1/sample", f"{TINKER}/asample")
+"""How paths end whose JSON holds texts or tokens."""
+_FEW_PARTS = 1 << 15
+"""Most parts of any other JSON, enough for the metadata that may be attached to something."""
 _IDLE_SECONDS = 75
 """How long a connection may be idle after a response."""
 _HEAD_SECONDS = 20.0
@@ -98,7 +104,7 @@ class HttpEdge:
         share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
         signed = {downloads.PREFIX: self._tinker.downloads.identify}
         guarded = AccessMiddleware(
-            app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed, _BINARY
+            app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed, most_parts
         )
         outermost = with_origins(guarded, settings.http_origins)
         self._server = _Server(_config(settings, outermost), settings.http_max_connections)
@@ -121,6 +127,15 @@ class HttpEdge:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self._tinker.stop()
         await self._online.stop()
+
+
+def most_parts(path: str) -> int | None:
+    """Return how many parts the JSON of a path may have; None if its bodies are not JSON."""
+    if path in _BINARY:
+        return None
+    if path == BATCHES:
+        return MAX_BATCH_PARTS
+    return MAX_JSON_PARTS if path.endswith(_LONG) else _FEW_PARTS
 
 
 def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,22 +51,9 @@ class GenerateApi:
 
     async def _generate(self, request: Request, weights: str) -> Response:
         content = await request.body()
-        given = await decoded(len(content), read_object, content)
-        name = weights or given.get("model")
-        if not isinstance(name, str) or not name:
-            raise errors.MissingField("is not set; call /weights/<model>/generate", field="model")
-        if given.pop("stream", False):
-            raise errors.Unsupported("is not served here; /v1/completions streams", field="stream")
-        prompt = given.pop("prompt", None)
-        if isinstance(prompt, dict):
-            for field in prompt.keys() - {"prompt_token_ids"}:
-                raise errors.UnknownField("is not served; leave it out", field=f"prompt.{field[:80]}")
-            prompt = prompt.get("prompt_token_ids")
-        if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
-            raise errors.InvalidArgument("is one prompt: text, or prompt_token_ids", field="prompt")
-        more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        body = {**given, **more, "model": name, "prompt": prompt}
-        whole = self.openai.complete_whole(tenant_of(request), name, body)
+        asked = await decoded(len(content), _Asked.read, content, weights)
+        prompt, given = asked.prompt, asked.given
+        whole = self.openai.complete_whole(tenant_of(request), asked.name, asked.body)
         answer, headers = await while_connected(request, whole)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         reply: dict[str, Any] = {
@@ -80,6 +68,38 @@ class GenerateApi:
         if given.get("prompt_logprobs") is not None:
             reply["prompt_logprobs"] = [_position(position) for position in choices[0]["prompt_logprobs"]]
         return JSONResponse(reply, headers=headers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as OpenAI's API has it."""
+
+    name: str
+    """The weights'."""
+    prompt: str | list[int] | None
+    given: Mapping[str, Any]
+    """The other fields."""
+    body: bytes
+
+    @classmethod
+    def read(cls, content: bytes, weights: str) -> _Asked:
+        """Parse a request below the name `weights`. Raises InvalidArgument, UnreadableMessage, Unsupported."""
+        given = read_object(content)
+        name = weights or given.get("model")
+        if not isinstance(name, str) or not name:
+            raise errors.MissingField("is not set; call /weights/<model>/generate", field="model")
+        if given.pop("stream", False):
+            raise errors.Unsupported("is not served here; /v1/completions streams", field="stream")
+        prompt = given.pop("prompt", None)
+        if isinstance(prompt, dict):
+            for field in prompt.keys() - {"prompt_token_ids"}:
+                raise errors.UnknownField("is not served; leave it out", field=f"prompt.{field[:80]}")
+            prompt = prompt.get("prompt_token_ids")
+        if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+            raise errors.InvalidArgument("is one prompt: text, or prompt_token_ids", field="prompt")
+        more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        body = json.dumps({**given, **more, "model": name, "prompt": prompt}).encode()
+        return cls(name, prompt, given, body)
 
 
 def _position(known: Mapping[str, Mapping[str, Any]] | None) -> dict[str, float] | None:

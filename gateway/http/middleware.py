@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from time import perf_counter
@@ -19,7 +19,7 @@ from structlog.contextvars import bound_contextvars
 from gateway.admission import Authenticator, bearer_token
 from gateway.http.problems import problem
 from paceline import errors
-from paceline.bodies import JsonParts
+from paceline.bodies import MAX_JSON_PARTS, JsonParts
 from paceline.log import get_logger
 from paceline.rpc.identity import REQUEST_ID_KEY, Identity
 from paceline.rpc.interceptors import request_id_of
@@ -49,11 +49,12 @@ class AccessMiddleware:
         open_paths: Sequence[str],
         max_requests_per_tenant: float = math.inf,
         signed: Mapping[str, Callable[[str], Identity]] = MappingProxyType({}),
-        binary_paths: Collection[str] = (),
+        most_parts: Callable[[str], int | None] = lambda path: MAX_JSON_PARTS,
     ) -> None:
         """`open_paths` need no key. Paths below a key of `signed` are credentials themselves: its function reads them.
 
-        It returns the caller, or raises the refusal. The bodies of `binary_paths` are not JSON.
+        It returns the caller, or raises the refusal. `most_parts` returns how many parts the JSON of a path may have;
+        None if its bodies are not JSON.
         """
         self._app = app
         self._authenticators = authenticators
@@ -64,7 +65,7 @@ class AccessMiddleware:
         """Unanswered requests by tenant."""
         self._open = frozenset(open_paths)
         self._signed = signed
-        self._binary = frozenset(binary_paths)
+        self._most_parts = most_parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,7 +74,8 @@ class AccessMiddleware:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         start, answer = perf_counter(), _Answer(send)
         with bound_contextvars(request_id=request_id_of(headers.get(REQUEST_ID_KEY, ""))):
-            tenant, parts = "", None if scope["path"] in self._binary else JsonParts()
+            tenant, most = "", self._most_parts(scope["path"])
+            parts = None if most is None else JsonParts(most)
             try:
                 identity = scope.setdefault("state", {})["identity"] = self._admit(scope["path"], headers)
                 tenant = identity.tenant if identity else ""

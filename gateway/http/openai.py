@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,13 +66,11 @@ class OpenAiApi:
 
         return router
 
-    async def complete_whole(
-        self, tenant: str, name: str, body: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
+    async def complete_whole(self, tenant: str, name: str, body: bytes) -> tuple[dict[str, Any], dict[str, str]]:
         """Return a completion's whole response, and the headers that name the weights it was sampled from."""
         ref = await self.models.resolve(tenant, name)
         message = pb.CompleteTextRequest(
-            model=codec.model_ref_to_proto(ref), endpoint=pb.TEXT_ENDPOINT_COMPLETIONS, body=json.dumps(body).encode()
+            model=codec.model_ref_to_proto(ref), endpoint=pb.TEXT_ENDPOINT_COMPLETIONS, body=body
         )
         with _field_as_sent():
             async with self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS) as parts:
@@ -85,7 +83,7 @@ class OpenAiApi:
         name, streams = request.path_params.get("weights") or body.get("model"), body.get("stream")
         if name is None and endpoint == pb.TEXT_ENDPOINT_CHAT_COMPLETIONS:
             name, body = await self.without_model(tenant, body)
-            content = json.dumps(body).encode()
+            content = (await decoded(len(content), json.dumps, body)).encode()
         if not isinstance(name, str | None):
             raise errors.InvalidArgument.must_be("a name", "model")
         if not name:

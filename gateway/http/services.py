@@ -127,11 +127,6 @@ class Services:
             self.queue.release(tenant)
 
 
-def without_nulls(body: Any) -> Any:
-    """Return a JSON object without the fields that are null, which means in every API that they are not set."""
-    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
-
-
 @contextmanager
 def _converted(upstream: Upstream) -> Iterator[None]:
     """Convert a service's failure to a PacelineError."""

@@ -9,6 +9,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -43,6 +44,8 @@ _REMEDIES = {
 """What to do about an error of a file or a folder that a service needs to start."""
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 _MOST_OPEN_FILES = 65_536
+_MOST_DIGITS = sys.int_info.str_digits_check_threshold
+"""Most digits of a number in a body: as few as Python allows."""
 
 _REFLECTION: str = reflection.SERVICE_NAME
 """The v1alpha service, which also describes itself."""
@@ -123,6 +126,8 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     """
     # Services and their processes write training data, so modes are 0600 and 0700 whatever the shell's umask is.
     os.umask(0o077)
+    # Converting a number takes time that grows with the square of its digits, during which no thread runs.
+    sys.set_int_max_str_digits(_MOST_DIGITS)
     _allow_open_files()
     configure_logging(service.name, settings.log_level, settings.log_format)
     # Otherwise the exiting interpreter looks for garbage in all that torch and vLLM imported, which takes seconds.

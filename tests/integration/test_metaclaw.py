@@ -137,10 +137,10 @@ def test_what_is_wrong_is_told_by_a_status_and_a_field(cluster, call, session, a
     assert call("/v1/sample", tokens=[], status=400)["error"]["param"] == "tokens"
     assert call("/v1/sample", tokens=[1], temperature=-1, status=400)["error"]["param"] == "temperature"
     assert call("/v1/lora/create", rank=9999, status=400)["error"]["param"] == "rank"
-    for content, code in ((b'{"tokens": [1', "INVALID_FIELD"), (b'{"base_model": "\xff"}', "UNREADABLE_MESSAGE")):
+    for content in (b'{"tokens": [1', b'{"base_model": "\xff"}'):
         broken = httpx.post(f"{address}/v1/sample", content=content, headers=key | {"content-type": "application/json"})
         assert (broken.status_code, broken.json()["error"]["param"]) == (400, None)
-        assert broken.json()["error"]["code"] == code
+        assert broken.json()["error"]["code"] == "UNREADABLE_MESSAGE"
     assert call("/v1/lora/create", rank="x", status=400)["error"]["param"] == "rank"
     assert httpx.post(f"{address}/v1/lora/create", json={}).status_code == 401
     call("/v1/train/forward_backward", session_id=session, datums=[datum()])

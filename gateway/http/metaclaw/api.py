@@ -15,22 +15,22 @@ import numpy as np
 from fastapi import APIRouter, Request
 from google.protobuf.message import Message
 
+from gateway.http.json_bodies import JsonRoute
 from gateway.http.metaclaw.bodies import (
+    Batch,
     CheckpointLoad,
     CheckpointSave,
-    ForwardBackward,
     LoraCreate,
     OptimStep,
     Sample,
     WeightsSave,
-    datum_of,
     named_as_here,
 )
 from gateway.http.metaclaw.sessions import SECONDS, Commands, Session, Sessions
 from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.services import Services
-from paceline import errors
+from paceline.bodies import decoded
 from paceline.client.batching import sendable
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import ModelRef, Run, SamplingParams, StopReason
@@ -38,7 +38,6 @@ from paceline.types.v1 import lora_pb2
 
 API = {"api": "metaclaw"}
 """Metadata of runs that are sessions of this API."""
-_LOSSES = ("importance_sampling", "ppo", "cispo")
 _CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _ADAMW = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
 _CHAT = {"temperature": 0.7, "top_k": 50, "top_p": 0.95}
@@ -57,7 +56,7 @@ class MetaClawApi:
 
     def routes(self) -> APIRouter:
         """Return the routes."""
-        router = APIRouter(prefix="/v1")
+        router = APIRouter(prefix="/v1", route_class=JsonRoute)
         self._add_state(router)
         self._add_training(router)
 
@@ -153,19 +152,17 @@ class MetaClawApi:
 
     def _add_training(self, router: APIRouter) -> None:
         @router.post("/train/forward_backward")
-        async def forward_backward(request: Request, body: ForwardBackward) -> dict[str, Any]:
-            if body.loss_fn not in _LOSSES:
-                raise errors.UnknownLoss(f"is not known; take one of {', '.join(_LOSSES)}", field="loss_fn")
-            data = [datum_of(datum, f"datums[{index}]") for index, datum in enumerate(body.datums)]
+        async def forward_backward(request: Request) -> dict[str, Any]:
+            content = await request.body()
+            body = await decoded(len(content), Batch.read, content)
             config = {} if body.loss_fn == "importance_sampling" else _CLIPPED
             loss: dict[str, Any] = {"loss_fn": body.loss_fn, "loss_fn_config": config}
-            make = partial(pb.ForwardBackwardRequest, data=data, **loss, refuse_non_finite=True)
-            tokens = sum(max(1, int(np.count_nonzero(datum.advantages))) for datum in body.datums)
+            make = partial(pb.ForwardBackwardRequest, data=body.data, **loss, refuse_non_finite=True)
 
             def computed(session: Session, reply: pb.ForwardBackwardResponse) -> dict[str, Any]:
-                mean = reply.metrics["loss:sum"] / len(data)
+                mean = reply.metrics["loss:sum"] / len(body.data)
                 session.losses.append(mean)
-                return {"status": "ok", "loss": mean, "total_tokens": tokens, "num_datums": len(data)}
+                return {"status": "ok", "loss": mean, "total_tokens": body.tokens, "num_datums": len(body.data)}
 
             commands = ((make, pb.ForwardBackwardResponse),)
             return await self._send(request, body.session_id, commands, computed)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Raw, Struct
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gateway.http.services import without_nulls
+from gateway.http.json_bodies import Numbers, Texts, read_struct, without_nulls
 from paceline import codec, errors
 from paceline.client.batching import sendable
+from paceline.rpc.bounds import bounds_of
+from paceline.trainer.v1.trainer_service_pb2 import ForwardBackwardRequest
 from paceline.types.training import Array
 from paceline.types.v1 import datum_pb2
 
+BATCHES = "/v1/train/forward_backward"
+MAX_BATCH_PARTS = 1 << 21
+"""Most parts of a batch: those of 128 datums of 4,096 tokens. They are parsed one datum after the other."""
+_MAX_DATUMS = bounds_of(ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"]).max_items
+_LOSSES = ("importance_sampling", "ppo", "cispo")
+"""The first is the default."""
+_PAGE = "docs/compatibility.md"
 _FIELDS = {
     r"^data\b": "datums",
     r"\.model_input\b.*": ".model_input_tokens",
@@ -46,7 +57,7 @@ class LoraCreate(Body):
     rank: int = Field(32, ge=1, le=65536)
 
 
-class WireDatum(Body):
+class WireDatum(Struct, forbid_unknown_fields=True):
     """One sequence."""
 
     model_input_tokens: list[int]
@@ -55,12 +66,13 @@ class WireDatum(Body):
     advantages: list[float]
 
 
-class ForwardBackward(Body):
+class ForwardBackward(Struct, forbid_unknown_fields=True):
     """Request of train/forward_backward."""
 
     session_id: str
-    datums: list[WireDatum]
-    loss_fn: str = "importance_sampling"
+    datums: list[Raw]
+    """Each is a WireDatum."""
+    loss_fn: str | None = None
 
 
 class OptimStep(Body):
@@ -94,14 +106,14 @@ class CheckpointLoad(Body):
 class Sample(Body):
     """Request of sample."""
 
-    tokens: list[int]
+    tokens: Numbers
     num_samples: int = Field(1, ge=1, le=1_000_000)
     temperature: float = 0.7
     max_tokens: int | None = Field(None, ge=1, le=2**31)
     """Not set: 2048, or what the prompt leaves of the context."""
     top_k: int = Field(50, ge=-1, le=2**31)
     top_p: float = 0.95
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     session_id: str = ""
     """Not part of MetaClaw's API: the session to sample from; empty means the newest."""
 
@@ -117,7 +129,36 @@ def named_as_here() -> Iterator[None]:
         raise
 
 
-def datum_of(datum: WireDatum, place: str) -> datum_pb2.Datum:
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as the trainer takes it."""
+
+    session_id: str
+    loss_fn: str
+    data: Sequence[datum_pb2.Datum]
+    tokens: int
+    """Tokens with non-zero advantage; 1 for a datum without any."""
+
+    @classmethod
+    def read(cls, content: bytes) -> Batch:
+        """Parse a request, one datum after the other. Raises UnreadableMessage, InvalidArgument, OutOfRange."""
+        given = read_struct(content, ForwardBackward, _PAGE)
+        loss_fn = _LOSSES[0] if given.loss_fn is None else given.loss_fn
+        if loss_fn not in _LOSSES:
+            raise errors.UnknownLoss(f"is not known; take one of {', '.join(_LOSSES)}", field="loss_fn")
+        if len(given.datums) > _MAX_DATUMS:
+            message = f"has {len(given.datums)} elements; at most {_MAX_DATUMS} are accepted"
+            raise errors.OutOfRange(message, field="datums")
+        data, tokens = list[datum_pb2.Datum](), 0
+        for index, raw in enumerate(given.datums):
+            place = f"datums[{index}]"
+            datum = read_struct(bytes(raw), WireDatum, _PAGE, place)
+            data.append(_datum_of(datum, place))
+            tokens += max(1, int(np.count_nonzero(datum.advantages)))
+        return cls(given.session_id, loss_fn, data, tokens)
+
+
+def _datum_of(datum: WireDatum, place: str) -> datum_pb2.Datum:
     """Convert a datum. Its loss is the mean over the tokens with non-zero advantage."""
     advantages = _floats(datum.advantages, f"{place}.advantages")
     counted = advantages != 0

@@ -73,7 +73,8 @@ class OnlineApi:
         @router.post("/train", status_code=202)
         async def train(request: Request) -> dict[str, Any]:
             content = await request.body()
-            return await self._train(tenant_of(request), await decoded(len(content), read, content, TrainRequest))
+            given = await decoded(len(content), read, content, TrainRequest)
+            return await self._train(tenant_of(request), given, len(content))
 
         @router.get("/train/status")
         async def status(request: Request, model: str = DEFAULT_MODEL) -> dict[str, Any]:
@@ -81,16 +82,17 @@ class OnlineApi:
 
         @router.post("/checkpoint")
         async def checkpoint(request: Request) -> dict[str, Any]:
-            body = read(await request.body() or b"{}", CheckpointRequest)
+            content = await request.body() or b"{}"
+            body = await decoded(len(content), read, content, CheckpointRequest)
             learner = self._learner(self._find(tenant_of(request), body.model))
             path = await while_connected(request, learner.save(body.name))
             return {"model": body.model, "path": path, "step": learner.model.step}
 
         return router
 
-    async def _train(self, tenant: str, request: TrainRequest) -> dict[str, Any]:
+    async def _train(self, tenant: str, request: TrainRequest, size: int) -> dict[str, Any]:
         with self._rendering(tenant) as reserve:
-            examples = await self._examples(tenant, request, reserve)
+            examples = await self._examples(tenant, request, size, reserve)
             async with self._names.setdefault((tenant, request.model), asyncio.Lock()):
                 learner = await self._begin(tenant, request)
                 model, rate = learner.model, request.learning_rate
@@ -134,14 +136,13 @@ class OnlineApi:
             for counter in counters:
                 counter.remove(tenant, held)
 
-    async def _examples(self, tenant: str, given: TrainRequest, reserve: Reserve) -> list[NewExample]:
-        """Render conversations and reserve their bytes. Raises the trainer's errors, and those of `reserve`."""
+    async def _examples(self, tenant: str, given: TrainRequest, size: int, reserve: Reserve) -> list[NewExample]:
+        """Render the conversations of a request of `size` bytes. Raises the trainer's errors and those of `reserve`."""
 
         async def call(request: pb.RenderConversationsRequest) -> pb.RenderConversationsResponse:
             return await self._services.call(tenant, request, pb.RenderConversationsResponse, seconds=_SECONDS)
 
         examples = list[NewExample]()
-        size = sum(len(bytes(raw)) for raw in given.conversations)
         try:
             async for rendered in render_all(call, await decoded(size, given.bodies)):
                 data = pb.ForwardBackwardRequest(data=rendered.data).SerializeToString(deterministic=True)

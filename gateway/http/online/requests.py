@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from gateway.http.json_bodies import read_struct
 from paceline import errors
 
 DEFAULT_MODEL = "online"
 ModelName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
 Optimizer = Literal["apollo_mini", "apollo", "adamw", "adamw_8bit", "adamw_cpu", "adafactor"]
-_AT = re.compile(r" - at `\$\.?(.*)`$")
-_NAME = re.compile(r"(?:unknown|required) field `(.*?)`")
 _BODY = re.compile(r"conversations\[(\d+)\](?:\.messages\[([01])\])?")
 _WANTED = {
     "model": "is 1 to 64 of A-Z a-z 0-9 _ . -",
@@ -95,18 +94,7 @@ class CheckpointRequest(Struct, forbid_unknown_fields=True):
 
 def read(content: bytes, kind: type[T], place: str = "") -> T:
     """Parse JSON. `place` is its position in the body. Raises UnreadableMessage, UnknownField, InvalidArgument."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.ValidationError as problem:
-        text = str(problem)
-        inside = found[1] if (found := _AT.search(text)) else ""
-        name = named[1] if (named := _NAME.search(text)) else ""
-        field = ".".join(filter(None, (place, inside, name))).replace(".[", "[")
-        if "unknown field" in text:
-            raise errors.UnknownField("is not known; see docs/online.md", field=field) from problem
-        raise errors.InvalidArgument(_WANTED.get(field) or _AT.sub("", text), field=field) from problem
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise errors.UnreadableMessage(f"the body is not JSON: {problem}"[:200]) from problem
+    return read_struct(content, kind, "docs/online.md", place, _WANTED)
 
 
 def _conversation(content: bytes, place: str) -> bytes:

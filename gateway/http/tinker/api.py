@@ -8,9 +8,10 @@ from typing import Any
 import zstandard
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from pydantic import Field
 
+from gateway.http.json_bodies import JsonRoute, Texts
 from gateway.http.middleware import tenant_of
 from gateway.http.models import Models
 from gateway.http.problems import problem
@@ -56,7 +57,7 @@ class ClientConfig(Body):
 class CreateSession(Body):
     """Request of create_session."""
 
-    tags: tuple[str, ...] = ()
+    tags: Texts = Field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
 
@@ -123,7 +124,7 @@ class DataPlane:
 
     def routes(self) -> APIRouter:
         """Return the routes below /api/v1."""
-        router = APIRouter()
+        router = APIRouter(route_class=JsonRoute)
         self._add_sessions(router)
         self._add_training(router)
         self._add_sampling(router)
@@ -135,7 +136,8 @@ class DataPlane:
     ) -> JSONResponse:
         tenant = tenant_of(request)
         self.sessions.check(tenant, session_id)
-        await self.futures.post(kind, request_id, tenant, session_id, body)
+        size = body.ByteSize() if isinstance(body, Message) else len(await request.body())
+        await self.futures.post(kind, request_id, tenant, session_id, body, size)
         return JSONResponse({"request_id": request_id, **more})
 
     async def _new_model(self, request: Request, kind: Kind[Any], body: Any) -> JSONResponse:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import RedirectResponse
 from pydantic import Field
 
+from gateway.http.json_bodies import JsonRoute
 from gateway.http.middleware import identity_of, tenant_of
 from gateway.http.models import Models
 from gateway.http.services import Services
@@ -56,7 +57,7 @@ class Catalog:
 
     def routes(self) -> APIRouter:
         """Return the routes below /api/v1."""
-        router = APIRouter()
+        router = APIRouter(route_class=JsonRoute)
         self._add_models(router)
         self._add_runs(router)
         self._add_checkpoints(router)

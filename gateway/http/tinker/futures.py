@@ -17,8 +17,6 @@ from hashlib import sha256
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from google.protobuf.message import Message
-
 from gateway.http.problems import is_fixable_by_caller
 from gateway.http.tinker.store import Store, StoredFuture
 from paceline import errors
@@ -163,14 +161,15 @@ class Futures:
         self._closing.set()
         await self._saving.finish()
 
-    async def post(self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T) -> None:
-        """Accept work durably; repeating the call has no effect.
+    async def post(
+        self, kind: Kind[T], request_id: str, tenant: str, session_id: str, request: T, size: int = 0
+    ) -> None:
+        """Accept work durably; repeating the call has no effect. `size` is about that of the request in bytes.
 
         The work starts at once. If it cannot be stored it is given up, and the same request may be posted again. Raises
         RequestIdReused if the id names other work, UnreadableMessage if the request cannot be serialized, and DiskFull.
         """
         try:
-            size = request.ByteSize() if isinstance(request, Message) else 0
             body, digest = await decoded(size, _dumped, kind, request)
         except ValueError as error:
             message = "the request has text that is not Unicode, or is nested too deep"

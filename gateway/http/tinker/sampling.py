@@ -9,21 +9,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import ConfigDict, Field, StrictInt, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from gateway.http.services import Services, without_nulls
+from gateway.http.json_bodies import Integers, Objects, Texts, without_nulls
+from gateway.http.services import Services
 from gateway.http.tinker import tensors
 from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
 from gateway.http.tinker.names import Aliases
 from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import Body
 from paceline import errors
+from paceline.bodies import decoded
 from paceline.types import ModelRef, SamplingParams, StopReason
 from paceline.types.sampling import unsigned_seed
+from paceline.types.training import Array
 
 _SECONDS = 86_400.0
 """Deadline of a sample. It ends with its session, long before; after a deadline it would be drawn from its start."""
 _MAX_SEED = 2**63
+_TOKEN_BYTES = 8
 _FIELDS = {
     r"^params\.stop_token_ids\b.*": "sampling_params.stop",
     r"^params\.": "sampling_params.",
@@ -35,7 +39,13 @@ _FIELDS = {
 class Prompt(Body):
     """Parts of a prompt."""
 
-    chunks: list[dict[str, Any]]
+    chunks: Objects
+
+    async def decoded(self) -> Array:
+        """Return the tokens. Raises Unsupported, InvalidArgument, EmptyBatch, TokenOutOfRange."""
+        given = (chunk.get("tokens") for chunk in self.chunks)
+        size = _TOKEN_BYTES * sum(len(tokens) for tokens in given if isinstance(tokens, list)) + len(self.chunks)
+        return await decoded(size, tensors.prompt_tokens, self.chunks)
 
 
 class Params(Body):
@@ -45,7 +55,7 @@ class Params(Body):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[StrictInt] | None = None
+    stop: str | Texts | Integers | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -123,7 +133,7 @@ class Sampling:
                 result = await self._services.sample(
                     tenant,
                     self._model_of(sampler),
-                    tensors.prompt_tokens(request.prompt.chunks),
+                    await request.prompt.decoded(),
                     _params(request.sampling_params),
                     seconds=_SECONDS,
                     num_samples=request.num_samples,

@@ -33,6 +33,7 @@ _FIELDS = {
     "/weights/{weights}/generate": ("prompt", "logprobs", "prompt_logprobs"),
     "/train": ("model", "conversations", "pairs", "learning_rate", "batch_size", "optimizer", "lora"),
     "/checkpoint": ("model", "name"),
+    "/v1/train/forward_backward": ("session_id", "datums", "loss_fn"),
 }
 """The fields of bodies that a route reads itself, without a model of FastAPI's."""
 _WAITS = frozenset({"/api/v1/retrieve_future"})

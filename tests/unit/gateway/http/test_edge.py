@@ -118,7 +118,8 @@ async def test_json_of_too_many_parts_is_refused_before_all_of_it_has_arrived():
         await Request(scope, receive).body()
         await _answer(scope, receive, send)
 
-    app = AccessMiddleware(read, [_ByName()], WaitingBytes(), 32 << 20, [], binary_paths=["/binary"])
+    most = {"/": MAX_JSON_PARTS}
+    app = AccessMiddleware(read, [_ByName()], WaitingBytes(), 32 << 20, [], most_parts=most.get)
     head = "POST /{} HTTP/1.1\r\nHost: x\r\nX-API-Key: a\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
     bodies = {"": b"[" + b"{}," * (1 << 20), "binary": b"{}," * (1 << 20)}
     async with _serve(edge._config(GatewaySettings(insecure=True), app)) as (host, port), asyncio.timeout(PATIENCE):

@@ -8,9 +8,12 @@ import json
 import pytest
 from fastapi import FastAPI
 
+from gateway.http.edge import most_parts
 from gateway.http.metaclaw import sessions
 from gateway.http.metaclaw.api import MetaClawApi
+from gateway.http.metaclaw.bodies import BATCHES, Batch
 from paceline import errors
+from paceline.bodies import JsonParts
 from paceline.layout import new_run_id
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -292,3 +295,27 @@ async def test_an_unknown_run_is_no_session(step):
     for run_id in (UNKNOWN, UNKNOWN, "run", "\ud800"):
         with pytest.raises(errors.RunNotFound, match="lora/create"):
             await step(run_id)
+
+
+def test_a_batch_of_64_samples_of_4096_tokens_is_taken_whole():
+    numbers = [round(-1 / number, 6) for number in range(1, 4097)]
+    tokens = list(range(100_000, 104_096))
+    datum = {"model_input_tokens": tokens, "target_tokens": tokens, "logprobs": numbers, "advantages": numbers}
+    content = json.dumps({"session_id": RUN, "datums": [datum] * 64}).encode()
+    JsonParts(most_parts(BATCHES)).add(content)
+    batch = Batch.read(content)
+    assert len(batch.data) == 64
+    assert batch.tokens == 64 * 4096
+
+
+@pytest.mark.parametrize(
+    ("datums", "refusal", "field"),
+    [
+        (["x"] * 100, errors.InvalidArgument, "datums[0]"),
+        ([{}] * 16_385, errors.OutOfRange, "datums"),
+    ],
+)
+def test_a_batch_is_refused_at_its_first_wrong_datum(datums, refusal, field):
+    with pytest.raises(refusal) as refused:
+        Batch.read(json.dumps({"session_id": RUN, "datums": datums}).encode())
+    assert refused.value.field == field
