@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ _FALLBACKS: dict[int, type[PacelineError]] = {
     Code.UNAUTHENTICATED: errors.InvalidApiKey,
 }
 """Classes for errors that gRPC itself raises, which carry no ErrorInfo."""
+_SIZE = re.compile("larger than max|metadata size")
+"""In what gRPC says of messages and metadata that are too large, at either end."""
 
 
 def status_code(error: PacelineError) -> grpc.StatusCode:
@@ -100,13 +103,16 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineErro
 def error_from_rpc(failure: grpc.aio.AioRpcError) -> PacelineError:
     """Return the error of a failed call: the one that the server raised, or the nearest class for gRPC's own.
 
-    A CANCELLED of gRPC's own comes from a server that stops and ends its calls: a caller that cancels a call gets
-    asyncio.CancelledError instead.
+    A CANCELLED of gRPC's own comes from a server that stops, or that dropped a call unread because too many wait: a
+    caller that cancels a call gets asyncio.CancelledError instead. A RESOURCE_EXHAUSTED of gRPC's own is about a size,
+    or a call that was not read either.
     """
     if (raw := _details_of(failure)) is not None:
         return error_from_details(raw, failure.details() or "")
     if failure.code() is grpc.StatusCode.CANCELLED:
-        return errors.UpstreamUnavailable("the server stopped before it answered")
+        return errors.UpstreamUnavailable("the server stopped, or dropped the call unread because too many wait")
+    if failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not _SIZE.search(failure.details() or ""):
+        return errors.Overloaded(failure.details() or "the server has too many calls")
     cls = _FALLBACKS.get(failure.code().value[0], errors.Internal)
     return cls(failure.details() or failure.code().name)
 

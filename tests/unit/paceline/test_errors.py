@@ -85,7 +85,7 @@ def test_a_reason_of_a_newer_service_comes_back_as_the_nearest_class():
     [
         (grpc.StatusCode.UNAVAILABLE, errors.UpstreamUnavailable),
         (grpc.StatusCode.DEADLINE_EXCEEDED, errors.TimedOut),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.MessageTooLarge),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
         (grpc.StatusCode.UNIMPLEMENTED, errors.Unsupported),
         (grpc.StatusCode.UNKNOWN, errors.Internal),
     ],

@@ -27,9 +27,11 @@ class _NeverAnswered(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def _serving() -> AsyncIterator[tuple[_NeverAnswered, grpc.aio.Server, grpc.aio.Channel]]:
+async def _serving(
+    *options: tuple[str, int],
+) -> AsyncIterator[tuple[_NeverAnswered, grpc.aio.Server, grpc.aio.Channel]]:
     handler = _NeverAnswered()
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -49,6 +51,31 @@ async def test_a_call_that_a_stopping_server_ends_may_be_repeated():
         error = error_from_rpc(failure)
         assert isinstance(error, errors.UpstreamUnavailable)
         assert is_retryable(error)
+
+
+_FEW_WAIT = (("grpc.server.max_pending_requests", 8), ("grpc.server.max_pending_requests_hard_limit", 8))
+_FEW_RUN = (("grpc.max_concurrent_streams", 8), ("grpc.http.overload_protection", 1))
+
+
+@pytest.mark.parametrize("options", [_FEW_WAIT, _FEW_RUN], ids=["waiting", "running"])
+async def test_calls_that_are_dropped_because_there_are_too_many_may_be_repeated(options):
+    async with _serving(*options) as (_, server, channel):
+        calls = [asyncio.ensure_future(_call(channel)) for _ in range(500)]
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        refused = [call.exception() for call in calls if call.done()]
+        await server.stop(0)
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert refused
+    assert all(is_retryable(error_from_rpc(failure)) for failure in refused)
+
+
+async def test_a_message_that_is_too_large_for_grpc_is_not_repeated():
+    async with _serving(("grpc.max_receive_message_length", 10)) as (_, _, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_unary("/a/b")(bytes(100))
+    error = error_from_rpc(refused.value)
+    assert isinstance(error, errors.MessageTooLarge)
+    assert not is_retryable(error)
 
 
 async def test_a_caller_that_cancels_gets_no_status():
