@@ -26,7 +26,6 @@ _MAX_NAMES = 256
 T = TypeVar("T")
 # Lists that are validated up to their first wrong element. Aliases, since pydantic's unions take nothing else.
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
-Numbers = TypeAliasType("Numbers", Annotated[list[int], FailFast()])
 Integers = TypeAliasType("Integers", Annotated[list[StrictInt], FailFast()])
 Objects = TypeAliasType("Objects", Annotated[list[dict[str, Any]], FailFast()])
 

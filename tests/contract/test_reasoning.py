@@ -59,7 +59,7 @@ async def thinker(tmp_path_factory, vllm_here):
 async def parts_of(engine, endpoint=TextEndpoint.CHAT_COMPLETIONS, **body):
     @asynccontextmanager
     async def place(*_):
-        yield
+        yield 0
 
     asked = {"messages": MESSAGES, **body} if endpoint is TextEndpoint.CHAT_COMPLETIONS else body
     fields = {name: value for name, value in asked.items() if name not in SAMPLED}

@@ -20,11 +20,13 @@ async def heavy_load(engine) -> AsyncIterator[list[asyncio.Task]]:
     """Two requests of 48 samples in turns 0 to 47 and 48 to 95, of which the engine runs the first."""
     requests = [ask(max_tokens=96, ignore_eos=True, num_samples=48, priority=turn) for turn in (0, 48)]
     tasks = [asyncio.create_task(complete(engine, request)) for request in requests]
-    await until(lambda: engine.num_running() == 96)
-    yield tasks
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    try:
+        await until(lambda: engine.num_running() == 96)
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_completion_that_is_to_start_at_once_waits_for_no_other(engine):

@@ -275,3 +275,11 @@ def test_a_name_stays_with_the_run_that_has_published(call, service, tmp_path):
 def test_a_field_that_is_not_known_is_refused(call, session):
     refusal = call("/v1/train/optim_step", session_id=session, lr=1e-3, status=400)
     assert refusal["error"]["param"] == "lr"
+
+
+@pytest.mark.parametrize("field", ["tokens", "max_tokens", "temperature", "stop"])
+def test_a_value_of_another_type_is_not_taken_for_one(call, session, field):
+    wrong = {"tokens": [True, 2], "max_tokens": "5", "temperature": True, "stop": [1]}[field]
+    body = {"tokens": PROMPT, "max_tokens": 1, "session_id": session, field: wrong}
+    refusal = call("/v1/sample", **body, status=400)
+    assert refusal["error"]["param"].startswith(field)

@@ -524,6 +524,19 @@ def test_a_sample_with_settings_that_fit_no_field_fails_by_itself(wire):
     assert fetch(wire, asked["request_id"]).json()["category"] == "user"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/asample", {"sampling_session_id": "x", "seq_id": 1, "prompt": {"chunks": []}, "num_samples": True}, "num"),
+        ("/optim_step", {"model_id": "x", "seq_id": 1, "adam_params": {"learning_rate": "1"}}, "adam_params"),
+    ],
+)
+def test_a_value_of_another_type_is_not_taken_for_one(wire, path, body, field):
+    answer = wire.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(field)
+
+
 def test_bad_json_names_the_field(wire):
     answer = wire.post("/create_model", json={"session_id": "x", "model_seq_id": "many", "base_model": "m"})
     assert answer.status_code == 400

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Raw, Struct
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gateway.http.json_bodies import Numbers, Texts, read_struct, without_nulls
+from gateway.http.json_bodies import Integers, Texts, read_struct, without_nulls
 from paceline import codec, errors
 from paceline.client.batching import sendable
 from paceline.rpc.bounds import bounds_of
@@ -40,9 +40,12 @@ _FIELDS = {
 
 
 class Body(BaseModel):
-    """A request. Unknown fields are refused, since they would have no effect; null means that a field is not set."""
+    """A request. Unknown fields are refused, since they would have no effect; null means that a field is not set.
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    Types are JSON's: true is no number, and neither is "2".
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
@@ -106,7 +109,7 @@ class CheckpointLoad(Body):
 class Sample(Body):
     """Request of sample."""
 
-    tokens: Numbers
+    tokens: Integers
     num_samples: int = Field(1, ge=1, le=1_000_000)
     temperature: float = 0.7
     max_tokens: int | None = Field(None, ge=1, le=2**31)

@@ -51,11 +51,12 @@ _UNSERVED_LOSSES = {
 class Body(BaseModel):
     """A request in JSON. Fields that the SDK sends and the gateway does not need are ignored.
 
-    NaN and infinity are stored as such, since null would be read as a field that is not set.
+    NaN and infinity are stored as such, since null would be read as a field that is not set. Types are JSON's: true is
+    no number, and neither is "2".
     """
 
     model_config = ConfigDict(
-        extra="ignore", protected_namespaces=(), populate_by_name=True, ser_json_inf_nan="constants"
+        extra="ignore", strict=True, protected_namespaces=(), populate_by_name=True, ser_json_inf_nan="constants"
     )
 
 

@@ -105,7 +105,7 @@ class Models:
 
     async def describe_sampler(self, tenant):
         await self.answers.wait()
-        return SimpleNamespace(model=None, serves="adapters")
+        return SimpleNamespace(model=SimpleNamespace(max_lora_rank=16), serves="adapters")
 
     def base_names(self, info):
         return ("base",)
@@ -349,6 +349,12 @@ async def test_a_model_is_trained_while_the_sampler_does_not_answer(app, models)
     async with asyncio.timeout(PATIENCE):
         assert (await train(app, SMALL + 1))[0] == 202
         assert (await trained(app))["trained"] == 2
+
+
+async def test_a_rank_that_the_sampler_does_not_serve_is_refused_before_a_run_is_made(app, trainer):
+    status, answer = await train(app, SMALL, lora={"rank": 17})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "RANK_TOO_LARGE", "lora.rank")
+    assert trainer.made == 0
 
 
 async def test_a_first_request_that_is_refused_leaves_no_settings(app, trainer):
