@@ -82,7 +82,8 @@ class TinkerApi:
             sending, self._store, names, aliases, self._retirement, self._tidying, self._futures, max_bytes
         )
         seeds = read_or_make_secret(state / "seeds.secret")
-        sampling = Sampling(sending, self._store, aliases, self._futures, seeds)
+        most_samples = max(settings.max_in_flight_per_tenant // 2, 1)
+        sampling = Sampling(sending, self._store, aliases, self._futures, seeds, most_samples)
         signing = read_or_make_secret(state / "downloads.secret")
         self.downloads = downloads = Downloads(services, signing, settings.http_public_url, authenticators)
         data_plane = DataPlane(

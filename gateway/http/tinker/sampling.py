@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -90,9 +92,18 @@ class Asample(Body):
 class Sampling:
     """Executes asample requests."""
 
-    def __init__(self, services: Services, store: Store, aliases: Aliases, futures: Futures, secret: bytes) -> None:
-        """Register the kind of work with `futures`. Seeds are derived from `secret`."""
+    def __init__(
+        self, services: Services, store: Store, aliases: Aliases, futures: Futures, secret: bytes, most_calls: int
+    ) -> None:
+        """Register the kind of work with `futures`. Seeds are derived from `secret`.
+
+        A tenant has at most `most_calls` samples drawn at the same time. That has to be less than all of its calls: it
+        may ask for thousands of samples, which would hold up its short calls until they end.
+        """
         self._secret = secret
+        self._most_calls = most_calls
+        self._drawing: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """What a tenant's samples wait for, while there are any."""
         self._services = services
         self._store = store
         self._aliases = aliases
@@ -128,19 +139,21 @@ class Sampling:
             message = "has no effect without prompt_logprobs; set that too"
             raise errors.InvalidArgument(message, field="prompt_logprobs_last_n")
         sampler = self.sampler(tenant, request.sampling_session_id)
+        drawing = self._drawing.setdefault(tenant, asyncio.Semaphore(self._most_calls))
         try:
-            with _named_as_here():
-                result = await self._services.sample(
-                    tenant,
-                    self._model_of(sampler),
-                    await request.prompt.decoded(),
-                    _params(request.sampling_params),
-                    seconds=_SECONDS,
-                    num_samples=request.num_samples,
-                    prompt_logprobs=bool(request.prompt_logprobs),
-                    topk_prompt_logprobs=request.topk_prompt_logprobs,
-                    topk_logprobs=request.topk_sample_logprobs,
-                )
+            async with drawing:
+                with _named_as_here():
+                    result = await self._services.sample(
+                        tenant,
+                        self._model_of(sampler),
+                        await request.prompt.decoded(),
+                        _params(request.sampling_params),
+                        seconds=_SECONDS,
+                        num_samples=request.num_samples,
+                        prompt_logprobs=bool(request.prompt_logprobs),
+                        topk_prompt_logprobs=request.topk_prompt_logprobs,
+                        topk_logprobs=request.topk_sample_logprobs,
+                    )
         except errors.VersionNotFound as gone:
             if sampler.version is None:
                 raise
