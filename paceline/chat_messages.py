@@ -225,10 +225,11 @@ class _AmbiguousError(ValueError):
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = next(name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1)
-        raise _AmbiguousError(f"has {name[:80]!r} twice, of which readers keep one; leave out the other")
+    found = dict[str, Any]()
+    for name, value in pairs:
+        if name in found:
+            raise _AmbiguousError(f"has {name[:80]!r} twice, of which readers keep one; leave out the other")
+        found[name] = value
     return found
 
 

@@ -140,8 +140,7 @@ def check_tied(model: Any) -> None:
 
 def _check_numbers(directory: Path, config: Mapping[str, Any]) -> None:
     """Refuse weights that are integers, without the scales that a quantised model has."""
-    given = config.get("transformers_weights")
-    whole = given if isinstance(given, str) else _WEIGHTS
+    whole = _single_file(config)
     files = [whole] if (directory / whole).is_file() else _indexed(directory)
     for file in files:
         for name, facts in _read_header(directory / file).items():
@@ -159,8 +158,7 @@ def check_vllm_reads(directory: Path) -> None:
     without it, those of the index. Raises as `check_directory` does.
     """
     known = weights_in(directory)
-    given = _read_json(directory / _CONFIG).get("transformers_weights")
-    whole = given if isinstance(given, str) else _WEIGHTS
+    whole = _single_file(_read_json(directory / _CONFIG))
     has_index, has_whole = (directory / _INDEX).is_file(), (directory / whole).is_file()
     if has_index and not has_whole:
         return
@@ -251,6 +249,12 @@ def _read_config(directory: Path, names: Collection[str]) -> Mapping[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ModelDamagedError("config.json names no model_type; fetch or save the model again")
     return config
+
+
+def _single_file(config: Mapping[str, Any]) -> str:
+    """Return the name of the file that holds all weights, if one does."""
+    given = config.get("transformers_weights")
+    return given if isinstance(given, str) else _WEIGHTS
 
 
 def _indexed(directory: Path) -> list[str]:

@@ -22,7 +22,7 @@ from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import Body
 from paceline import errors
 from paceline.bodies import decoded
-from paceline.types import ModelRef, SamplingParams, StopReason
+from paceline.types import ModelRef, SampleResult, SamplingParams, StopReason
 from paceline.types.sampling import unsigned_seed
 from paceline.types.training import Array
 
@@ -142,18 +142,7 @@ class Sampling:
         drawing = self._drawing.setdefault(tenant, asyncio.Semaphore(self._most_calls))
         try:
             async with drawing:
-                with _named_as_here():
-                    result = await self._services.sample(
-                        tenant,
-                        self._model_of(sampler),
-                        await request.prompt.decoded(),
-                        _params(request.sampling_params),
-                        seconds=_SECONDS,
-                        num_samples=request.num_samples,
-                        prompt_logprobs=bool(request.prompt_logprobs),
-                        topk_prompt_logprobs=request.topk_prompt_logprobs,
-                        topk_logprobs=request.topk_sample_logprobs,
-                    )
+                result = await self._draw(tenant, sampler, request)
         except errors.VersionNotFound as gone:
             if sampler.version is None:
                 raise
@@ -166,6 +155,20 @@ class Sampling:
         if any(sequence.stop_reason is StopReason.ABORTED for sequence in result.sequences):
             raise errors.EngineUnavailable("the sampler ended the sample early; it is drawn again")
         return Result(PROTOBUF, tensors.sample_response(result, request.prompt_logprobs_last_n))
+
+    async def _draw(self, tenant: str, sampler: Sampler, request: Asample) -> SampleResult:
+        with _named_as_here():
+            return await self._services.sample(
+                tenant,
+                self._model_of(sampler),
+                await request.prompt.decoded(),
+                _params(request.sampling_params),
+                seconds=_SECONDS,
+                num_samples=request.num_samples,
+                prompt_logprobs=bool(request.prompt_logprobs),
+                topk_prompt_logprobs=request.topk_prompt_logprobs,
+                topk_logprobs=request.topk_sample_logprobs,
+            )
 
     def _model_of(self, sampler: Sampler) -> ModelRef:
         if sampler.checkpoint:

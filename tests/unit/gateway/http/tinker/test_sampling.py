@@ -42,16 +42,21 @@ class Slow:
 
 
 @pytest.fixture
-async def futures(tmp_path):
+def store(tmp_path):
     store = Store(tmp_path / "tinker.sqlite")
-    futures = Futures(store, WaitingBytes())
-    yield futures
-    await futures.close()
+    yield store
     store.close()
 
 
-async def test_a_number_of_log_probabilities_that_are_not_asked_for_is_refused(futures):
-    sampling = Sampling(Forgetful(), futures._store, Aliases(()), futures, b"secret", 2)
+@pytest.fixture
+async def futures(store):
+    futures = Futures(store, WaitingBytes())
+    yield futures
+    await futures.close()
+
+
+async def test_a_number_of_log_probabilities_that_are_not_asked_for_is_refused(store, futures):
+    sampling = Sampling(Forgetful(), store, Aliases(()), futures, b"secret", 2)
     prompt = Prompt(chunks=[{"type": "encoded_text", "tokens": [1, 2]}])
     request = Asample(sampling_session_id="s:sample:0", seq_id=0, prompt=prompt, prompt_logprobs_last_n=1)
     await futures.post(sampling.sample, "s:sample:0:0", "tenant", "s", request)
@@ -64,8 +69,7 @@ def test_true_is_no_token_that_stops():
         Params(stop=[True])
 
 
-async def test_a_snapshot_that_is_gone_is_named_with_what_keeps_weights(futures):
-    store = futures._store
+async def test_a_snapshot_that_is_gone_is_named_with_what_keeps_weights(store, futures):
     sampling = Sampling(Forgetful(), store, Aliases(()), futures, b"secret", 2)
     await store.add_sampler(Sampler("s:sample:0", "tenant", "s", "base", run_id="run-1", version=3))
     prompt = Prompt(chunks=[{"type": "encoded_text", "tokens": [1, 2]}])
@@ -78,12 +82,12 @@ async def test_a_snapshot_that_is_gone_is_named_with_what_keeps_weights(futures)
     assert "save_weights_for_sampler(name)" in told["error"]
 
 
-async def test_a_tenants_samples_leave_places_for_its_other_calls_and_take_none_of_others(futures):
+async def test_a_tenants_samples_leave_places_for_its_other_calls_and_take_none_of_others(store, futures):
     slow, posted = Slow(), [("team", number) for number in range(6)] + [("other", 6)]
-    sampling = Sampling(slow, futures._store, Aliases(()), futures, b"secret", 2)
+    sampling = Sampling(slow, store, Aliases(()), futures, b"secret", 2)
     prompt = Prompt(chunks=[{"type": "encoded_text", "tokens": [1, 2]}])
     for tenant in ("team", "other"):
-        await futures._store.add_sampler(Sampler(f"{tenant}:sample:0", tenant, tenant, "base"))
+        await store.add_sampler(Sampler(f"{tenant}:sample:0", tenant, tenant, "base"))
     for tenant, number in posted:
         request = Asample(sampling_session_id=f"{tenant}:sample:0", seq_id=number, prompt=prompt)
         await futures.post(sampling.sample, f"{tenant}:sample:0:{number}", tenant, tenant, request)
