@@ -490,8 +490,9 @@ def test_an_unknown_key_is_told_as_by_openai(address):
 
 
 def test_an_error_in_the_middle_of_a_stream_is_told_the_same_way(client):
-    body = {"structured_outputs": {"regex": r"a[^\x00-\U0010ffff]"}}
-    stream = client.completions.create(model="model", prompt="x", max_tokens=4, stream=True, extra_body=body)
+    # The stream begins hundreds of tokens before the error, which would otherwise be its whole answer now and then.
+    body = {"structured_outputs": {"regex": r"a{500}[^\x00-\U0010ffff]"}}
+    stream = client.completions.create(model="model", prompt="x", max_tokens=600, stream=True, extra_body=body)
     with pytest.raises(openai.APIError, match="the constraint allows no token") as failure:
         list(stream)
     assert (failure.value.type, failure.value.body["reason"]) == ("invalid_request_error", "NON_FINITE")
