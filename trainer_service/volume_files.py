@@ -6,7 +6,6 @@ run's file, run.json, has a copy beside it, so that damage to one of them loses 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from paceline.regular_files import NotRegularFile, read_file
 
 COPY_FILE = "run.copy.json"
 _VOLUME_FILE = "volume.json"
-_FORMAT = 2
+_FORMAT = 1
 """Format of everything that the trainer writes to the volume."""
 
 T = TypeVar("T")
@@ -88,44 +87,31 @@ def _format_of(text: bytes, name: str) -> int:
 
 
 def check_volume(root: Path) -> None:
-    """Raise SystemExit if the volume has a newer format than this service knows; change nothing."""
+    """Raise SystemExit if the volume has another format than this service's; change nothing."""
     path = root / _VOLUME_FILE
     try:
         found = _format_of(read_own(path), _VOLUME_FILE) if path.exists() else _FORMAT
     except DamagedFileError:
         return  # each run's files declare their own format
-    if found > _FORMAT:
+    if found != _FORMAT:
         raise SystemExit(
-            f"the volume {root} has format {found} and this trainer knows up to {_FORMAT}; nothing was changed: "
-            "serve it with the version that wrote it, or a newer one"
+            f"the volume {root} has format {found} and this trainer reads format {_FORMAT}; nothing was changed: "
+            "serve it with the version that wrote it"
         )
 
 
-def is_current(root: Path) -> bool:
-    """Return whether the volume declares this service's format."""
+def declare_format(root: Path) -> None:
+    """Write volume.json, unless the volume has an intact one; a damaged one is set aside. Raises DiskFull."""
     path = root / _VOLUME_FILE
-    if not path.exists():
-        return False
-    try:
-        decode_checked(read_own(path), _Volume, _VOLUME_FILE)
-    except DamagedFileError as error:
-        _log.error("the volume's file is damaged and set aside", aside=layout.quarantine(path).name, error=str(error))
-        return False
-    return True
-
-
-def write_volume_format(root: Path) -> None:
-    """Declare that the volume has this service's format. Raises DiskFull."""
-    write_checked(root / _VOLUME_FILE, _Volume())
-
-
-def decode_run_file(text: bytes, name: str = RUN_FILE) -> dict[str, Any]:
-    """Decode a run's file; format 1 has no checksum. Raises DamagedFileError, UnknownFormatError."""
-    if _format_of(text, name) != 1:
-        return decode_checked(text, dict[str, Any], name)
-    facts: dict[str, Any] = json.loads(text)
-    del facts["format"]
-    return facts
+    if path.exists():
+        try:
+            decode_checked(read_own(path), _Volume, _VOLUME_FILE)
+        except DamagedFileError as error:
+            aside = layout.quarantine(path).name
+            _log.error("the volume's file is damaged and set aside", aside=aside, error=str(error))
+        else:
+            return
+    write_checked(path, _Volume())
 
 
 def read_run_file(folder: Path) -> dict[str, Any]:
@@ -139,7 +125,7 @@ def read_run_file(folder: Path) -> dict[str, Any]:
     damaged: list[Path] = []
     for path in paths:
         try:
-            facts = decode_run_file(read_own(path), path.name)
+            facts = decode_checked(read_own(path), dict[str, Any], path.name)
         except DamagedFileError as error:
             _log.error("run's file damaged", path=str(path), error=str(error))
             damaged.append(path)
@@ -163,7 +149,7 @@ def tenant_of(folder: Path) -> str | None:
     """Return the tenant that owns or owned a run, or None if no file of the run names it. Changes nothing."""
     for name in (RUN_FILE, COPY_FILE, DELETED_FILE):
         try:
-            return str(decode_run_file(read_own(folder / name), name)["tenant"])
+            return str(decode_checked(read_own(folder / name), dict[str, Any], name)["tenant"])
         except (OSError, DamagedFileError, UnknownFormatError, KeyError):
             continue  # the next file may name it
     return None

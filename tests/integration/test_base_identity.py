@@ -24,7 +24,7 @@ from paceline.types.v1 import lora_pb2
 from paceline.weights import read_manifest, write_manifest
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceStub
-from trainer_service.volume_files import read_run_file, write_run_file
+from trainer_service.volume_files import read_run_file
 
 pytest_plugins = ["support.stacks.sampler_fixtures"]
 pytestmark = pytest.mark.services
@@ -107,10 +107,6 @@ async def test_a_trainer_with_other_weights_under_the_same_name_refuses_what_was
             with pytest.raises(errors.BaseMismatch, match=f"{ours}.*{theirs}"):
                 await caller.command("LoadCheckpoint", path=checkpoint.path)
             await caller.forward_backward()
-    # Simulate a volume whose run file does not record the identity of the base weights.
-    facts = read_run_file(run)
-    del facts["base_sha256"]
-    write_run_file(run, facts)
     cluster.trainer.plan.environment["PACELINE_TRAINER_MODEL"] = str(models[0])
     cluster.trainer.plan.environment["PACELINE_TRAINER_MODEL_NAME"] = "renamed"
     with cluster.running(cluster.trainer):

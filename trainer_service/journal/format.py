@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import google_crc32c
@@ -39,14 +39,12 @@ from trainer_service.volume_files import UnknownFormatError
 
 UNIT = 64
 """Headers and frames start at multiples of this many bytes."""
-_FAMILY, _MAGIC, _MAGIC1 = b"PACEJNL", b"PACEJNL2", b"PACEJNL1"
+_FAMILY, _MAGIC = b"PACEJNL", b"PACEJNL1"
 _HEADER = struct.Struct("<8s16sQQIQ")
 _SEAL = struct.Struct("<4sIIQQ")
 _MARK = b"\xa7PJF"
 _TAG_BYTES = 16
 _LENGTH_BYTES = 4
-_HEADER1 = struct.Struct("<4sII")
-_MARK1 = b"\xa7PJR"
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -92,7 +90,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
     version: int = 0
     """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""
     version_sha256: str = ""
-    """SHA-256 of that version; empty in records that were written before there was this field."""
+    """SHA-256 of that version; empty if there is none."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, tag="attempt"):
@@ -172,8 +170,7 @@ class Header:
 class Segment:
     """The decoded content of a segment."""
 
-    header: Header | None
-    """None in format 1."""
+    header: Header
     records: list[Record] = field(default_factory=list)
     good_bytes: int = 0
     """Length of the intact prefix."""
@@ -195,8 +192,6 @@ def decode_segment(data: bytes) -> Segment:
 
     Raises JournalDamagedError if nothing can be read, UnknownFormatError.
     """
-    if data[: len(_MAGIC1)] == _MAGIC1 or len(data) < len(_MAGIC):
-        return _decode_format1(data)
     check_magic(data, "a journal")
     header = _decode_header(data)
     segment = Segment(header)
@@ -205,8 +200,8 @@ def decode_segment(data: bytes) -> Segment:
 
 
 def check_magic(data: bytes, name: str) -> None:
-    """Check that a file that starts with `data` has a known format, or none. Raises UnknownFormatError."""
-    if data[: len(_FAMILY)] == _FAMILY and data[: len(_MAGIC)] not in {_MAGIC, _MAGIC1, _FAMILY}:
+    """Check that a file that starts with `data` has this format, or none. Raises UnknownFormatError."""
+    if data[: len(_FAMILY)] == _FAMILY and data[: len(_MAGIC)] not in {_MAGIC, _FAMILY}:
         raise UnknownFormatError(
             f"{name} has unknown format {data[len(_FAMILY) : len(_MAGIC)].decode(errors='replace')!r}"
         )
@@ -267,45 +262,3 @@ def _tag(key: bytes, offset: int, fields: bytes) -> bytes:
 
 def _crc(data: bytes) -> int:
     return int(google_crc32c.value(data))
-
-
-def _decode_format1(data: bytes) -> Segment:
-    """Decode a segment of format 1, which nothing writes any longer: the magic followed by records.
-
-    There a record is a mark, the payload's length (u32, little-endian), the CRC-32C of length and payload (u32), and
-    the payload in msgpack. A segment is damaged if complete records follow bytes that are not a record.
-    """
-    if data[: len(_MAGIC1)] != _MAGIC1:
-        return Segment(None)
-    records, offset = [], len(_MAGIC1)
-    while payload := _payload_at(data, offset):
-        records.append(_decoder.decode(payload))
-        offset += _HEADER1.size + len(payload)
-    after = list(_records_behind(data, offset + 1))
-    records += after
-    last = max((record.seq_id for record in records), default=0)
-    return Segment(None, records, offset, is_damaged=bool(after), last_seq_id=last)
-
-
-def _records_behind(data: bytes, start: int) -> Iterator[Record]:
-    """Yield records from `start` on. They suggest damage but do not prove it: a client may have sent such bytes."""
-    while (start := data.find(_MARK1, start)) >= 0:
-        try:
-            if payload := _payload_at(data, start):
-                yield _decoder.decode(payload)
-        except msgspec.MsgspecError:
-            pass  # bytes that a client sent: the service wrote no such record
-        start += 1
-
-
-def _payload_at(data: bytes, offset: int) -> bytes:
-    """Return the payload of the record at `offset`, or empty bytes if there is none."""
-    start = offset + _HEADER1.size
-    if start >= len(data):
-        return b""
-    mark, length, checksum = _HEADER1.unpack_from(data, offset)
-    if mark != _MARK1 or not 0 < length <= len(data) - start:
-        return b""
-    payload = data[start : start + length]
-    prefix = google_crc32c.value(length.to_bytes(4, "little"))
-    return payload if google_crc32c.extend(prefix, payload) == checksum else b""

@@ -20,7 +20,6 @@ from paceline import layout
 from paceline.log import get_logger
 from paceline.regular_files import open_file, read_file
 from trainer_service.journal.format import (
-    UNIT,
     AnswerRecord,
     AttemptRecord,
     CommandRecord,
@@ -37,7 +36,7 @@ from trainer_service.volume_files import DamagedFileError, decode_checked, read_
 
 RESERVED = 1024
 """Number of seq_ids that one write of the index reserves."""
-_NAME = re.compile(r"(\d{20})(?:-(\d{4,}))?\.journal")
+_NAME = re.compile(r"(\d{20})-(\d{4,})\.journal")
 
 _log = get_logger(__name__)
 
@@ -62,7 +61,7 @@ def index_path(directory: Path) -> Path:
 
 
 def read_index(directory: Path) -> Index | None:
-    """Read a journal's index. Return None if there is none, as in format 1, or if it was damaged and set aside.
+    """Read a journal's index. Return None if there is none, or if it was damaged and set aside.
 
     Raises UnknownFormatError.
     """
@@ -87,8 +86,7 @@ class End:
     """The end of a journal, where appending continues."""
 
     name: SegmentName
-    header: Header | None
-    """None in format 1."""
+    header: Header
     good_bytes: int
     size: int
     """Size of the file; bytes beyond `good_bytes` are a torn tail."""
@@ -141,13 +139,13 @@ def segment_path(directory: Path, name: SegmentName) -> Path:
 
 
 def segments(directory: Path) -> dict[SegmentName, Path]:
-    """Return a journal's segments, oldest first; other files are ignored. Format 1 has no generations."""
+    """Return a journal's segments, oldest first; other files are ignored."""
     found = (path for path in layout.entries(directory, "*.journal") if _NAME.fullmatch(path.name))
     return dict(sorted((_name(path), path) for path in found))
 
 
 def check_formats(directory: Path) -> None:
-    """Check that every segment has a known format. Raises UnknownFormatError."""
+    """Check that every segment has this format. Raises UnknownFormatError."""
     for path in segments(directory).values():
         with open_file(path) as file:
             check_magic(file.read(8), path.name)
@@ -202,14 +200,12 @@ def highest_seq_id(directory: Path, newest: SegmentName | None = None) -> int | 
 
 def _name(path: Path) -> SegmentName:
     base, _, generation = path.name.removesuffix(".journal").partition("-")
-    return SegmentName(int(base), int(generation or 0))
+    return SegmentName(int(base), int(generation))
 
 
 def _read(path: Path) -> tuple[Segment, int]:
     """Return the decoded segment and the size of its file."""
     data = read_file(path)
-    if len(data) < UNIT and path == segment_path(path.parent, _name(path)):
-        raise JournalDamagedError(f"{path.name} is shorter than its header")
     try:
         return decode_segment(data), len(data)
     except msgspec.MsgspecError as error:
@@ -220,9 +216,6 @@ def _read(path: Path) -> tuple[Segment, int]:
 
 def _up_to_successor(name: SegmentName, path: Path, segment: Segment, size: int, successor: Segment) -> Segment:
     """Return the part of a segment that its successor declares valid, marked as damaged if it is incomplete."""
-    if successor.header is None:  # format 1: the whole segment
-        segment.is_damaged |= segment.good_bytes != size
-        return segment
     if successor.header.previous != name:
         raise JournalDamagedError(f"{name} continues another segment than the one before it")
     limit = successor.header.previous_bytes

@@ -359,7 +359,7 @@ class RunJournal:
 
     def _resume_at(self, end: End | None) -> None:
         self._segment = self._previous = None
-        if end is not None and end.header is not None and end.good_bytes == end.size:
+        if end is not None and end.good_bytes == end.size:
             path = segment_path(self._directory, end.name)
             self._segment = _OpenSegment(end.name, path, end.header, end.size, kept=end.size)
         elif end is not None:

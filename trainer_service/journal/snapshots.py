@@ -25,15 +25,13 @@ from trainer_service.journal.format import (
     JournalDamagedError,
     Record,
     decode_records,
-    decode_segment,
     encode_records,
 )
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.volume_files import UnknownFormatError
 
 _ANSWERS, _FACTS = "answers", "facts.json"
-_MAGIC, _MAGIC1 = b"PACEANS2", b"PACEJNL1"
-"""Format 1 wrote answers as a segment of a journal."""
+_MAGIC = b"PACEANS1"
 _KEPT = 2
 """Number of snapshots kept per run, so that damage to the newest costs only a longer replay."""
 OWN_FILES = frozenset({_ANSWERS, _FACTS, SUMS_FILE})
@@ -155,8 +153,6 @@ def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
 def _decode_answers(data: bytes) -> list[Record]:
     """Decode answers whose checksum was already verified."""
     magic = data[: len(_MAGIC)]
-    if magic == _MAGIC1:
-        return decode_segment(data).records
     if magic != _MAGIC:
         raise UnknownFormatError(f"answers have unknown format {magic!r}")
     return decode_records(data[len(_MAGIC) :])

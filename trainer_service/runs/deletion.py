@@ -15,6 +15,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,6 @@ from trainer_service.volume_files import (
     COPY_FILE,
     DamagedFileError,
     decode_checked,
-    decode_run_file,
     read_own,
     read_run_file,
     write_checked,
@@ -45,8 +45,8 @@ class _Request(msgspec.Struct, frozen=True):
     tenant: str
     request_id: str
     digest: str
-    run_id: str = ""
-    """Run that the request created; empty in files that were written before there was this field."""
+    run_id: str
+    """Run that the request created."""
 
 
 class DeletedRuns:
@@ -63,12 +63,8 @@ class DeletedRuns:
         if not self._path.exists():
             return
         try:
-            text = read_own(self._path)
-            if text.startswith(b"["):  # format 1
-                known = msgspec.json.decode(text, type=list[_Request])
-            else:
-                known = decode_checked(text, list[_Request], _REQUESTS_FILE)
-        except (DamagedFileError, msgspec.MsgspecError) as error:
+            known = decode_checked(read_own(self._path), list[_Request], _REQUESTS_FILE)
+        except DamagedFileError as error:
             aside = layout.quarantine(self._path)
             _log.error("requests of deleted runs damaged and set aside", aside=aside.name, error=str(error))
             return
@@ -81,15 +77,7 @@ class DeletedRuns:
             of_tenant = [key for key in self._requests if key[0] == tenant]
             for oldest in of_tenant[:-_KEPT_REQUESTS]:
                 del self._requests[oldest]
-            self._write()
-
-    def write(self) -> None:
-        """Write the known requests durably. Raises DiskFull."""
-        with self._lock:
-            self._write()
-
-    def _write(self) -> None:
-        write_checked(self._path, list(self._requests.values()))
+            write_checked(self._path, list(self._requests.values()))
 
     def find(self, tenant: str, request_id: str) -> str:
         """Return the digest of a tenant's request; empty if the request is not known."""
@@ -99,7 +87,7 @@ class DeletedRuns:
     def run_ids(self) -> set[str]:
         """Return the deleted runs whose requests are kept."""
         with self._lock:
-            return {request.run_id for request in self._requests.values()} - {""}
+            return {request.run_id for request in self._requests.values()}
 
     def delete_files(self, folder: Path, *, keep_checkpoints: bool) -> None:
         """Delete a run's files. If this raises, the run is deleted all the same, unless the first rename failed."""
@@ -142,7 +130,10 @@ class DeletedRuns:
         """Store the request that created a run. Raises DiskFull, OSError."""
         deleted = folder / DELETED_FILE
         try:
-            facts = decode_run_file(read_own(deleted), DELETED_FILE) if deleted.exists() else read_run_file(folder)
+            if deleted.exists():
+                facts = decode_checked(read_own(deleted), dict[str, Any], DELETED_FILE)
+            else:
+                facts = read_run_file(folder)
             self.add(facts["tenant"], facts["request_id"], facts["request_digest"], facts["run_id"])
         except (DamagedFileError, FileNotFoundError, KeyError) as error:
             message = "a deleted run's CreateRun request is not known; repeating it would create another run"

@@ -8,12 +8,13 @@ from datetime import datetime
 from typing import Any
 
 from paceline import errors
+from paceline.layout import RUN_FILE
 from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunParameters, RunState, WeightStorage
 from trainer_service.journal.format import Facts
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.limits.gates import FifoGate
 from trainer_service.runs.sequencer import Sequencer
-from trainer_service.volume_files import decode_run_file
+from trainer_service.volume_files import decode_checked
 
 _WEIGHT_BYTES, _STATE_BYTES = 4, 16
 
@@ -30,9 +31,9 @@ class RunOrigin:
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
         """Read the properties from run.json or deleted.json. Raises DamagedFileError, UnknownFormatError."""
-        facts = decode_run_file(text)
+        facts = decode_checked(text, dict[str, Any], RUN_FILE)
         tenant, base_model = facts["tenant"], facts["base_model"]
-        return cls(tenant, base_model, _pop_parameters(facts), facts.get("user_metadata", {}))
+        return cls(tenant, base_model, _pop_parameters(facts), facts["user_metadata"])
 
 
 @dataclass(slots=True)
@@ -168,16 +169,13 @@ class RunRecord:
         """Restore a run whose state is not in the engine."""
         parameters = _pop_parameters(facts)
         del facts["last_seq_id"]  # the journal is authoritative
-        facts.pop("latest_state_checkpoint", None)  # in older files; the checkpoints themselves are authoritative
-        sequencer.attach(facts.get("attachment", 0))
-        if newest := facts.pop("attached_by", ""):  # in files that record only the newest client
-            facts["attached"] = {newest: facts["attachment"]}
+        sequencer.attach(facts["attachment"])
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,
             parameters=parameters,
             create_time=datetime.fromisoformat(facts.pop("create_time")),
-            adapted_modules=tuple(facts.pop("adapted_modules", ())),
+            adapted_modules=tuple(facts.pop("adapted_modules")),
             in_engine=False,
             is_restored=False,
             next_version=facts["version_limit"] + 1,

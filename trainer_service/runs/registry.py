@@ -1,4 +1,4 @@
-"""All runs of this trainer: read at start, with older formats rewritten; found by id; saved when the trainer stops."""
+"""All runs of this trainer: read at start; found by id; saved when the trainer stops."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from trainer_service.runs.sequencer import Sequencer
 from trainer_service.runs.storage import RunStorage
 from trainer_service.volume_files import (
     DamagedFileError,
-    is_current,
+    declare_format,
     read_own,
     read_run_file,
     tenant_of,
     write_run_file,
-    write_volume_format,
 )
 
 _CLOSE_SECONDS = 5.0
@@ -82,7 +81,7 @@ class RunRegistry:
             self._runs[record.run_id] = record
             if record.damage:
                 _log.error("parts of a run are damaged and set aside", run=record.run_id, damage=record.damage)
-        await asyncio.to_thread(self._migrate)
+        await asyncio.to_thread(self._declare_format)
         await asyncio.to_thread(self._guard.count_all)
         _log.info("runs restored", runs=len(self._runs), unreadable=len(self._unreadable))
 
@@ -95,19 +94,14 @@ class RunRegistry:
         self._deleted.read()
         self._deleted.finish_all(self._volume.runs)
 
-    def _migrate(self) -> None:
-        """Rewrite older formats in the current one, after everything was read.
+    def _declare_format(self) -> None:
+        """Write the volume's format where it is not known.
 
         If the disk is full, the next startup does it. Runs are served meanwhile, so that tenants can delete some to
         make room.
         """
-        if is_current(self._volume.root):
-            return
         try:
-            for record in self._runs.values():
-                write_run_file(self._volume.run(record.run_id), record.to_facts())
-            self._deleted.write()
-            write_volume_format(self._volume.root)
+            declare_format(self._volume.root)
         except errors.DiskFull as error:
             _log.warning("the volume's format is not written; the next startup does it", error=error.message)
 

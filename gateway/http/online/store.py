@@ -139,7 +139,7 @@ class OnlineStore(Database):
     """The database. It survives power cuts, as the trainer's journal does."""
 
     def __init__(self, path: Path, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
-        """Open or create the file. Raises InvalidArgument for a newer format or an unusable file."""
+        """Open or create the file. Raises InvalidArgument for another format or an unusable file."""
         super().__init__(path, FORMAT, _TABLES, survives_power_cuts=True)
         self._most_waiting_bytes = most_waiting_bytes
 

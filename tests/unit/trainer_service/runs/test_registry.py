@@ -269,13 +269,13 @@ async def test_a_run_that_is_deleted_on_a_full_disk_frees_its_room_and_does_not_
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("what", ["a volume of before", "a damaged run.json", "a damaged journal"])
+@pytest.mark.parametrize("what", ["a volume without its file", "a damaged run.json", "a damaged journal"])
 async def test_a_start_on_a_full_disk_serves_what_is_there_and_the_next_one_writes_the_rest(volume, full_disk, what):
     async with registry_of(volume) as registry:
         await make_run(registry, RUN)
         await make_run(registry, OTHER)
     folder = volume.run(RUN)
-    if what == "a volume of before":
+    if what == "a volume without its file":
         (volume.root / "volume.json").unlink()
     if what == "a damaged run.json":
         (folder / "run.json").write_bytes(b"}" * 200)
