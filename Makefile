@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-clients test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models files chaos power-cuts fuzz images clean
+.PHONY: help proto demo up test test-clients test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -94,9 +94,6 @@ bench-saves: proto ## Measure how long a save and a publish hold up training
 
 models: proto ## Regenerate the table of docs/models.md
 	@OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN)/python scripts/models_table.py
-
-files: proto ## Write docs/files.md, which lists every file
-	@$(RUN)/python scripts/file_index.py
 
 chaos: proto ## Kill trainer, engine, sampler and gateway 2,000 times, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.chaos $(KILLS)
