@@ -8,7 +8,7 @@
 Trainer, engine, sampler (engine hf) and gateway are killed, also while they restart. Their settings are the defaults;
 runs share passes only with --joint. Clients send every command until it is answered, through a proxy that loses,
 delays, repeats and reorders messages. The disk is filled if this process may mount a file system; otherwise the size of
-the trainer's files is limited. The result is printed and appended to docs/track-record.md with the command that
+the trainer's files is limited. The result is printed and appended to docs/track-record.csv with the command that
 reproduces it.
 """
 
@@ -18,14 +18,13 @@ import argparse
 import asyncio
 import sys
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from support.chaos.chaos_run import FAULTS, Chaos, Outcome
 from support.models.tiny_models import make_tiny_llama
 
-from bench.durability.track_record import add_row, commit
+from bench.durability.track_record import Row, add_row
 
 _REPORT_SECONDS = 60.0
 
@@ -54,9 +53,7 @@ def main() -> None:
     arguments = [str(options.kills), f"--seed {options.seed}", *(["--joint"] if options.joint else [])]
     if faults != set(FAULTS):
         arguments.append(f"--faults {options.faults}")
-    row = make_row(" ".join(arguments), outcome)
-    add_row("Chaos", row)
-    print(row, end="")
+    print(add_row(make_row(" ".join(arguments), outcome)), end="")
     sys.exit(bool(outcome.differences))
 
 
@@ -76,15 +73,21 @@ def _by_kind(outcome: Outcome) -> list[tuple[str, int]]:
     return [(kind, count) for kind, count in kinds.most_common() if count]
 
 
-def make_row(arguments: str, outcome: Outcome) -> str:
+def make_row(arguments: str, outcome: Outcome) -> Row:
     """Return the row of the track record."""
     found = "nothing" if not outcome.differences else f"{len(outcome.differences)}: {outcome.differences[0]}"
     others = ", ".join(f"{count} {what}" for what, count in _by_kind(outcome)) or "none"
     total = outcome.kills.total()
-    return (
-        f"| {datetime.now(UTC):%Y-%m-%d} | {commit()} | {total} at {len(outcome.kills)} points | {others} | "
-        f"{outcome.commands} | {outcome.samples} | {outcome.faults} | {outcome.seconds / total:.2f} s | {found} | "
-        f"`python -m bench.durability.chaos {arguments}` |\n"
+    return Row(
+        test="chaos",
+        amount=f"{total} at {len(outcome.kills)} points",
+        other_faults=others,
+        commands=str(outcome.commands),
+        samples=str(outcome.samples),
+        network_faults=str(outcome.faults),
+        seconds_each=f"{outcome.seconds / total:.2f}",
+        found=found,
+        command=f"python -m bench.durability.chaos {arguments}",
     )
 
 

@@ -6,7 +6,7 @@
 A trainer is used once while its calls to the file system are recorded. For each cut, a trainer is started on the files
 that the cut leaves and asked for every answer that it gave before the cut. Every tenth time, it is also used to the end
 of the script, where weights and optimizer state must equal the recording byte for byte. The result is printed and
-appended to docs/track-record.md with the command that reproduces it.
+appended to docs/track-record.csv with the command that reproduces it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import argparse
 import asyncio
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from support.chaos.power_cut_run import PowerCuts
 from support.models.tiny_models import make_tiny_llama
 
-from bench.durability.track_record import add_row, commit
+from bench.durability.track_record import Row, add_row
 
 _TO_THE_END = 10
 """After every so many cuts, the trainer is used to the end of the script."""
@@ -45,9 +44,7 @@ def main() -> None:
             cuts.close()
     print("\n".join(found) or "nothing torn, nothing lost, nothing refused")
     arguments = f"{options.cuts} --seed {options.seed} --rounds {options.rounds}"
-    row = make_row(arguments, options.cuts, len(cuts.calls), seconds, found)
-    add_row("Power cuts", row)
-    print(row, end="")
+    print(add_row(make_row(arguments, options.cuts, len(cuts.calls), seconds, found)), end="")
     sys.exit(bool(found))
 
 
@@ -74,12 +71,15 @@ async def cut_all(cuts: PowerCuts, count: int, seed: int, jobs: int) -> tuple[li
     return found, (time.perf_counter() - start) / count
 
 
-def make_row(arguments: str, cuts: int, calls: int, seconds: float, found: list[str]) -> str:
+def make_row(arguments: str, cuts: int, calls: int, seconds: float, found: list[str]) -> Row:
     """Return the row of the track record."""
     what = "nothing" if not found else f"{len(found)}: {found[0]}"
-    return (
-        f"| {datetime.now(UTC):%Y-%m-%d} | {commit()} | {cuts} of {calls} calls | {seconds:.2f} s | {what} | "
-        f"`python -m bench.durability.power_cuts {arguments}` |\n"
+    return Row(
+        test="power cuts",
+        amount=f"{cuts} of {calls} calls",
+        seconds_each=f"{seconds:.2f}",
+        found=what,
+        command=f"python -m bench.durability.power_cuts {arguments}",
     )
 
 

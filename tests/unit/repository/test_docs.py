@@ -54,7 +54,7 @@ def test_every_loss_input_is_listed():
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_setting_is_listed_with_its_default(service):
-    text = page("operations.md")
+    text = page("settings.md")
     common, own = rows(section(text, COMMON)), rows(section(text, service))
     fields = SERVICES[service].model_fields
     listed = {name: {**common, **own}[name][0] for name in [*common, *own]}
@@ -63,7 +63,7 @@ def test_every_setting_is_listed_with_its_default(service):
 
 def test_settings_of_every_service_are_those_that_they_inherit():
     inherited = ServiceSettings.model_fields.keys() | PeerSettings.model_fields.keys()
-    assert rows(section(page("operations.md"), COMMON)).keys() == inherited
+    assert rows(section(page("settings.md"), COMMON)).keys() == inherited
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
