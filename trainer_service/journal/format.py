@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import google_crc32c
 import msgspec
 
-from trainer_service.engine.messages import Failure
+from paceline.errors import CATALOG, Internal, PacelineError
 from trainer_service.volume_files import UnknownFormatError
 
 UNIT = 64
@@ -63,6 +63,28 @@ class Facts(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, step=place.step, next_version=place.next_version)
 
 
+class RecordedError(msgspec.Struct, frozen=True):
+    """An error that a command answered."""
+
+    reason: str
+    message: str
+    field: str
+    metadata: dict[str, str]
+    retry_after: float | None
+    """In seconds; None if waiting is not enough."""
+
+    @classmethod
+    def of(cls, error: PacelineError) -> RecordedError:
+        """Convert an error of the catalog."""
+        return cls(error.reason, error.message, error.field, error.metadata, error.retry_after)
+
+    def error(self) -> PacelineError:
+        """Return the error; one whose reason this release does not know is Internal."""
+        return CATALOG.get(self.reason, Internal)(
+            self.message, field=self.field, metadata=self.metadata, retry_after=self.retry_after
+        )
+
+
 class CommandRecord(msgspec.Struct, frozen=True, tag="command", omit_defaults=True):
     """An accepted command; written before it is executed."""
 
@@ -71,7 +93,7 @@ class CommandRecord(msgspec.Struct, frozen=True, tag="command", omit_defaults=Tr
     tenant: str
     request: bytes
     """Without its content if the command was refused."""
-    refusal: Failure | None = None
+    refusal: RecordedError | None = None
     """What the command answers at its turn, if it was refused on arrival."""
     digest: bytes = b""
     """Digest of the original request, if it was refused."""
@@ -85,7 +107,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
     method: str
     reply: bytes | None
     """None for a refusal or a reply that is no longer kept."""
-    failure: Failure | None = None
+    failure: RecordedError | None = None
     facts: Facts = Facts()
     version: int = 0
     """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""

@@ -13,8 +13,7 @@ from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from trainer_service.engine.messages import Failure
-from trainer_service.journal.format import AnswerRecord, CommandRecord, Facts
+from trainer_service.journal.format import AnswerRecord, CommandRecord, Facts, RecordedError
 
 _KEPT_BYTES = 64 << 20
 """Bytes of answers kept per run; the newest is kept whatever its size."""
@@ -80,7 +79,9 @@ class Command:
         payload = self.request.SerializeToString(deterministic=True)
         if self.refusal is None:
             return CommandRecord(self.seq_id, self.method, self.tenant, payload)
-        return CommandRecord(self.seq_id, self.method, self.tenant, payload, Failure.of(self.refusal), self.digest)
+        return CommandRecord(
+            self.seq_id, self.method, self.tenant, payload, RecordedError.of(self.refusal), self.digest
+        )
 
 
 class Answers:
@@ -143,7 +144,7 @@ def answer_to_record(
     command: Command, answer: Answer, facts: Facts, version: int = 0, version_sha256: str = ""
 ) -> AnswerRecord:
     """Return the journal record of an answer, with the run's facts and the version that the command made."""
-    failure = Failure.of(answer) if isinstance(answer, errors.PacelineError) else None
+    failure = RecordedError.of(answer) if isinstance(answer, errors.PacelineError) else None
     reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
     return AnswerRecord(command.seq_id, command.digest, command.method, reply, failure, facts, version, version_sha256)
 

@@ -23,6 +23,7 @@ from trainer_service.journal.format import (
     CommandRecord,
     Facts,
     JournalDamagedError,
+    RecordedError,
     decode_records,
     encode_records,
 )
@@ -315,6 +316,20 @@ async def test_a_journal_without_its_segments_or_with_a_command_missing_is_damag
 def test_a_record_comes_back_as_it_was():
     records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Facts(3, 2, 4))]
     assert decode_records(encode_records(records)) == records
+
+
+@pytest.mark.parametrize("reason", errors.CATALOG)
+def test_every_error_comes_back_from_a_record(reason):
+    error = errors.CATALOG[reason]("what is wrong", field="a.b", metadata={"limit": "3"}, retry_after=1.5)
+    (record,) = decode_records(encode_records([AnswerRecord(1, b"d", "X", None, RecordedError.of(error))]))
+    found = record.failure.error()
+    assert type(found) is type(error)
+    assert (found.message, found.field, found.metadata, found.retry_after) == (
+        "what is wrong",
+        "a.b",
+        {"limit": "3"},
+        1.5,
+    )
 
 
 async def test_commands_that_wait_at_the_same_time_share_one_sync(directory, monkeypatch):
