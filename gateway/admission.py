@@ -41,6 +41,8 @@ _TRAINER = (
     "AttachRun",
     "ListRuns",
     "DeleteRun",
+    "Execute",
+    "Follow",
     "ForwardBackward",
     "OptimStep",
     "SaveCheckpoint",

@@ -50,7 +50,8 @@ _ROUTED = frozenset(
 """The methods after which a sampler holds the version that it was asked for."""
 _MAX_KEYS = 4096
 _CHANGES_RUNS = frozenset(
-    f"/paceline.trainer.v1.TrainerService/{name}" for name in ("CreateRun", "DeleteRun", "PublishWeights")
+    f"/paceline.trainer.v1.TrainerService/{name}"
+    for name in ("CreateRun", "DeleteRun", "PublishWeights", "Execute", "Follow")
 )
 """The methods after which a name may mean another run."""
 

@@ -258,6 +258,14 @@ class ClientSuperseded(FailedPrecondition, reason="CLIENT_SUPERSEDED"):
     """Another client attached to the run later; only its commands are accepted."""
 
 
+class CommandCancelled(FailedPrecondition, reason="COMMAND_CANCELLED"):
+    """The command had not started when another client attached and had such commands cancelled; nothing changed."""
+
+
+class PrecedingRefused(FailedPrecondition, reason="PRECEDING_REFUSED"):
+    """A command on which this one depends was refused; `metadata["seq_id"]` is its place. Nothing changed."""
+
+
 class Forked(FailedPrecondition, reason="CLIENT_FORKED"):
     """The process was forked from one that had used a client, so gRPC does not work in it. Raised by the client."""
 

@@ -44,9 +44,10 @@ from trainer_service.limits.gates import Foreground
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import AckPolicy
 from trainer_service.runs.command import Command
+from trainer_service.runs.pending import MAX_OUTSTANDING, READING
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.sequencer import READING, CommandProgress
 from trainer_service.settings import TrainerSettings
 
 _DEFAULT_ACK_SECONDS = 60.0
@@ -127,9 +128,11 @@ class CommandExecutor:
         return await decoded(command.size, _reply_of, output)
 
     async def _optim_step(
-        self, run: RunRecord, _: Command, request: pb.OptimStepRequest, __: CommandProgress
+        self, run: RunRecord, command: Command, request: pb.OptimStepRequest, progress: CommandProgress
     ) -> Message:
         """Apply the accumulated gradient."""
+        if request.only_if_succeeded_since and not progress.is_replay:
+            _check_passes(run, request.only_if_succeeded_since, command.seq_id)
         params = codec.optimizer_from_proto(request)
         spec_of(params).check(params)
         output = await self._engine.optim_step(run.run_id, params)
@@ -289,6 +292,21 @@ class CommandExecutor:
             if run.next_version == number:
                 self._publisher.skip_version(run)
             raise
+
+
+def _check_passes(run: RunRecord, since: int, until: int) -> None:
+    """Check that each ForwardBackward from `since` to before `until` has succeeded.
+
+    Raises PrecedingRefused, and OutOfRange if those commands are later ones or too many.
+    """
+    if not until - MAX_OUTSTANDING <= since <= until:
+        message = f"is {since}; give a seq_id from {max(1, until - MAX_OUTSTANDING)} to {until}"
+        raise errors.OutOfRange(message, field="only_if_succeeded_since")
+    for seq_id in range(since, until):
+        answer = run.sequencer.answers.get(seq_id)
+        if answer is not None and answer.method == "ForwardBackward" and answer.failure is not None:
+            message = f"command {seq_id} was refused ({answer.failure.reason}), so the step was not taken"
+            raise errors.PrecedingRefused(message, field="only_if_succeeded_since", metadata={"seq_id": str(seq_id)})
 
 
 def _reply_of(output: ForwardBackwardOutput) -> pb.ForwardBackwardResponse:

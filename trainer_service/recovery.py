@@ -33,9 +33,9 @@ from trainer_service.journal.snapshots import OWN_FILES, Snapshot
 from trainer_service.limits.gates import ByteGate, Foreground
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.command import Command, answer_from_record
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.sequencer import CommandProgress
 from trainer_service.runs.storage import RunStorage, StoredCommands
 
 _log = get_logger(__name__)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
+from enum import Enum
 from typing import cast
 
 from paceline import errors, layout
@@ -21,6 +22,18 @@ from trainer_service.engine.client import EngineProcess
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.runs.status import CommandStatus
+
+
+class OutstandingPolicy(Enum):
+    """What an attaching client wants done about commands that have not ended; the values are the contract's."""
+
+    UNSPECIFIED = 0
+    """The same as REPORT."""
+    REPORT = 1
+    WAIT = 2
+    CANCEL = 3
+
 
 _KNOWN_CLIENTS = 64
 """Newest AttachRun requests of a run that are recognised when they are repeated."""
@@ -188,6 +201,24 @@ class RunLifecycle:
             await self._registry.persist_if_possible(record)  # the client may be in the run's file or its copy already
             raise
         return number
+
+    async def end_outstanding(
+        self, record: RunRecord, attachment: int, policy: OutstandingPolicy, seconds: float
+    ) -> list[CommandStatus]:
+        """Do as `policy` says about the commands of earlier clients that have not ended; return what became of them.
+
+        Waits at most `seconds`. Once another client has attached, whose commands these may be, they are only reported.
+        Raises DiskFull or EngineUnavailable if a cancellation cannot be written.
+        """
+        sequencer = record.sequencer
+        async with aclosing(sequencer.follow(sequencer.outstanding)) as stream:
+            is_newest = sequencer.attachment == attachment
+            if policy is OutstandingPolicy.CANCEL and is_newest:
+                await sequencer.cancel_waiting()
+            is_report = policy in {OutstandingPolicy.UNSPECIFIED, OutstandingPolicy.REPORT} or not is_newest
+            async with aclosing(stream.statuses(0 if is_report else seconds)) as statuses:
+                found = {status.seq_id: status async for status in statuses}
+        return list(found.values())
 
     @uninterrupted
     async def delete_run(self, record: RunRecord, *, delete_checkpoints: bool) -> None:

@@ -225,10 +225,10 @@ class TrainerService:
 
     def _engine_exited(self, status: int) -> None:
         _log.error("engine died", status=status)
-        self._engine_lost("the engine died; it is restarting, and the run will be restored")
+        self._engine_lost()
 
-    def _engine_lost(self, message: str) -> None:
-        self._registry.hold_all(errors.EngineUnavailable(message))
+    def _engine_lost(self) -> None:
+        self._registry.hold_all()
         if not self._restarting:
             self._restarting = True
             self._background.spawn(self._restart_engine())
@@ -242,9 +242,7 @@ class TrainerService:
                 continue
             _log.error("the sampler that lends the base weights is gone; the engine waits for the next one")
             await self._engine.close()
-            self._engine_lost(
-                "the sampler that lends the base weights is gone; the run will be restored with the next one"
-            )
+            self._engine_lost()
 
     async def _load_engine(self, load: Callable[[], Awaitable[ModelInfo]]) -> ModelInfo:
         """Start the engine process once base weights are available for it."""

@@ -37,7 +37,8 @@ from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.runs.command import Answers, Command
-from trainer_service.runs.sequencer import CommandProgress, Sequencer
+from trainer_service.runs.progress import CommandProgress
+from trainer_service.runs.sequencer import Sequencer
 
 BUDGET = 5.0
 ADAM = AdamParams(learning_rate=1e-4)

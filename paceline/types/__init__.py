@@ -3,6 +3,7 @@
 Their wire format is in `paceline.types.v1` (generated).
 """
 
+from paceline.types.commands import CommandState
 from paceline.types.model import AdapterGroup, ModelCertificate, ModelInfo, ModelRef, PackingMode, ServedModel
 from paceline.types.optimizers import (
     AdafactorParams,
@@ -45,6 +46,7 @@ __all__ = [
     "ApolloParams",
     "Checkpoint",
     "CheckpointKind",
+    "CommandState",
     "Datum",
     "ForwardBackwardOutput",
     "ForwardBackwardSpec",

@@ -38,8 +38,8 @@ from trainer_service.publish.watch_hub import AckPolicy, Watcher, WatchHub
 from trainer_service.recovery import Recovery
 from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.command import Command
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.sequencer import CommandProgress
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
 from trainer_service.volume_files import read_run_file
@@ -636,7 +636,7 @@ async def test_a_load_is_replayed_although_the_volume_does_not_take_what_was_pub
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         await commander.send(pb.PublishWeightsRequest)
         await asyncio.gather(*trainer.publisher._copies._tasks(trainer.run.run_id), return_exceptions=True)
-        trainer.run.sequencer.hold(errors.EngineUnavailable("the engine died"))
+        trainer.run.sequencer.hold()
         await trainer.recovery.recover(trainer.run)
         await commander.train()
     assert trainer.publisher.find(trainer.run, 1)
@@ -855,7 +855,7 @@ async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, m
     crash(trainer)
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
-    trainer.run.sequencer.hold(errors.EngineUnavailable("crashed"))
+    trainer.run.sequencer.hold()
     await trainer.recovery.recover(trainer.run)
     await trainer.commander.train()  # an answer that comes after those of all commands before the crash
     await trainer.publisher.settled(trainer.run.run_id)

@@ -92,11 +92,13 @@ class CommandRecord(msgspec.Struct, frozen=True, tag="command", omit_defaults=Tr
     method: str
     tenant: str
     request: bytes
-    """Without its content if the command was refused."""
+    """Without the attachment and, if the command was refused, without its content."""
     refusal: RecordedError | None = None
     """What the command answers at its turn, if it was refused on arrival."""
     digest: bytes = b""
     """Digest of the original request, if it was refused."""
+    attachment: int = 0
+    """Number of the attached client that sent it; 0 if that client did not attach."""
 
 
 class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
@@ -113,10 +115,18 @@ class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
     """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""
     version_sha256: str = ""
     """SHA-256 of that version; empty if there is none."""
+    attachment: int = 0
+    """Number of the attached client that sent the command; 0 if that client did not attach."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, tag="attempt"):
     """The engine died while executing the command."""
+
+    seq_id: int
+
+
+class CancelRecord(msgspec.Struct, frozen=True, tag="cancel"):
+    """The command was refused before it started, because another client attached; it answers so at its turn."""
 
     seq_id: int
 
@@ -127,7 +137,7 @@ class RebaseRecord(msgspec.Struct, frozen=True, tag="rebase"):
     seq_id: int
 
 
-Record = CommandRecord | AnswerRecord | AttemptRecord | RebaseRecord
+Record = CommandRecord | AnswerRecord | AttemptRecord | CancelRecord | RebaseRecord
 
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 

@@ -22,6 +22,7 @@ from paceline.regular_files import open_file, read_file
 from trainer_service.journal.format import (
     AnswerRecord,
     AttemptRecord,
+    CancelRecord,
     CommandRecord,
     Header,
     JournalDamagedError,
@@ -103,6 +104,8 @@ class History:
     answers: dict[int, AnswerRecord] = field(default_factory=dict)
     attempts: Counter[int] = field(default_factory=Counter)
     """How often the engine died while executing a command, by seq_id."""
+    cancelled: set[int] = field(default_factory=set)
+    """seq_ids of commands that were refused before they started."""
     end: End | None = None
 
     @property
@@ -122,6 +125,8 @@ class History:
                     self.answers[record.seq_id] = record
                 case AttemptRecord():
                     self.attempts[record.seq_id] += 1
+                case CancelRecord():
+                    self.cancelled.add(record.seq_id)
                 case RebaseRecord():
                     self.base = record.seq_id
                     self.commands.clear()

@@ -25,9 +25,9 @@ from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.servable import Obstacle, without_head
 from trainer_service.publish.volume_copies import VersionCopy, VolumeCopies
 from trainer_service.publish.watch_hub import AckPolicy, WatchHub
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.sequencer import CommandProgress
 
 _log = get_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -30,7 +30,8 @@ from trainer_service.engine.loss.specs import LOSS_SPECS
 from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements
 from trainer_service.quotas import Quotas
-from trainer_service.run_lifecycle import RunLifecycle
+from trainer_service.rpc.command_messages import command_of, status_to_proto
+from trainer_service.run_lifecycle import OutstandingPolicy, RunLifecycle
 from trainer_service.runs.command import Command, request_digest
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
@@ -38,6 +39,8 @@ from trainer_service.settings import TrainerSettings
 from trainer_service.text import ConversationRenderer
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_DEFAULT_WAIT_SECONDS = 60.0
 
 _log = get_logger(__name__)
 
@@ -135,8 +138,16 @@ class TrainerServicer(TrainerServiceServicer):
     async def AttachRun(self, request: pb.AttachRunRequest, context: Context) -> pb.AttachRunResponse:
         run = self._run(request.run_id)
         attachment = await self._lifecycle.attach(run, request.request_id)
+        self._ask_for(run)
+        outstanding = await self._lifecycle.end_outstanding(
+            run, attachment, OutstandingPolicy(request.outstanding), request.wait_seconds or _DEFAULT_WAIT_SECONDS
+        )
         newest = await self._checkpoints.newest_states.find_if_readable(run.run_id)
-        return pb.AttachRunResponse(run=run_to_proto(run.public(newest.path)), attachment=attachment)
+        return pb.AttachRunResponse(
+            run=run_to_proto(run.public(newest.path)),
+            attachment=attachment,
+            outstanding=[status_to_proto(status.without_reply()) for status in outstanding],
+        )
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         mine = self._registry.owned_by(current_identity())
@@ -146,6 +157,23 @@ class TrainerServicer(TrainerServiceServicer):
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
         await self._lifecycle.delete_run(self._run(request.run_id), delete_checkpoints=request.delete_checkpoints)
         return pb.DeleteRunResponse()
+
+    async def Execute(self, request: pb.ExecuteRequest, context: Context) -> AsyncIterator[pb.ExecuteResponse]:
+        seconds = request.max_seconds if request.HasField("max_seconds") else None
+        run, command = await self._command(command_of(request))
+        submitted = await run.sequencer.submit(command, partial(self._commands.check, run))
+        async with aclosing(submitted) as stream, aclosing(stream.statuses(seconds)) as statuses:
+            async for status in statuses:
+                yield pb.ExecuteResponse(status=status_to_proto(status))
+
+    async def Follow(self, request: pb.FollowRequest, context: Context) -> AsyncIterator[pb.FollowResponse]:
+        run = self._run(request.run_id)
+        self._ask_for(run)
+        seconds = request.max_seconds if request.HasField("max_seconds") else None
+        followed = run.sequencer.follow(request.seq_ids or run.sequencer.outstanding)
+        async with aclosing(followed) as stream, aclosing(stream.statuses(seconds)) as statuses:
+            async for status in statuses:
+                yield pb.FollowResponse(status=status_to_proto(status))
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
         return cast("pb.ForwardBackwardResponse", await self._in_order(request))
@@ -219,7 +247,12 @@ class TrainerServicer(TrainerServiceServicer):
             return (await self._checkpoints.newest_states.find(run.run_id)).path
 
     async def _in_order(self, request: _RunCommand) -> Message:
-        """Execute a run's command at its turn.
+        """Execute a run's command at its turn."""
+        run, command = await self._command(request)
+        return await run.sequencer.execute(command, partial(self._commands.check, run))
+
+    async def _command(self, request: _RunCommand) -> tuple[RunRecord, Command]:
+        """Return the command of a request, and its run, which is restored first if it is not in the engine.
 
         A lost run accepts only a command that restores it, at any seq_id not yet executed.
         """
@@ -232,7 +265,7 @@ class TrainerServicer(TrainerServiceServicer):
             if command.method != "LoadCheckpoint":
                 raise run.lost_error(await self._newest_state(run))
             await run.sequencer.rebase(command.seq_id)
-        return await run.sequencer.execute(command, partial(self._commands.check, run))
+        return run, command
 
 
 @contextmanager

@@ -36,52 +36,57 @@ class Command:
     attachment: int
     """Number of the attached client that sent the command; 0 if that client did not attach."""
     request: Any
-    """Message of the RPC; without its content if the command was refused on arrival."""
+    """Message of the RPC, without the attachment; without its content if the command was refused."""
     size: int
     """Bytes of the message as it arrived, which gRPC keeps until the call is answered."""
     digest: bytes
     """SHA-256 that tells a repeated command from another command with the same seq_id."""
     refusal: errors.PacelineError | None = None
-    """Error that a command refused on arrival answers at its turn; its content is not kept."""
+    """Error that a command answers which was refused before its turn; its content is not kept."""
     content: Any = field(default=None, compare=False, repr=False)
     """The request as its executor takes it, decoded and checked; None if that was not done yet."""
 
     @classmethod
     def of(cls, request: Any, tenant: str) -> Command:
         """Build a command from its request, whose type is named after the RPC."""
+        attachment = request.attachment
+        request.ClearField("attachment")  # who sends a command does not make it another one
         payload = request.SerializeToString(deterministic=True)
         method = type(request).__name__.removesuffix("Request")
         digest = request_digest(f"{method}Request", payload)
-        return cls(request.seq_id, method, tenant, request.attachment, request, len(payload), digest)
+        return cls(request.seq_id, method, tenant, attachment, request, len(payload), digest)
 
     @classmethod
-    def from_record(cls, record: CommandRecord) -> Command:
-        """Read a command from its journal record."""
+    def from_record(cls, record: CommandRecord, *, is_cancelled: bool = False) -> Command:
+        """Read a command from its journal record; with `is_cancelled`, as the one that it became afterwards."""
         request = getattr(pb, f"{record.method}Request").FromString(record.request)
-        return cls(
+        command = cls(
             seq_id=record.seq_id,
             method=record.method,
             tenant=record.tenant,
-            attachment=request.attachment,
+            attachment=record.attachment,
             request=request,
             size=len(record.request),
             digest=record.digest or request_digest(f"{record.method}Request", record.request),
             refusal=record.refusal.error() if record.refusal else None,
         )
+        return command.cancelled() if is_cancelled else command
 
     def refused(self, error: errors.PacelineError) -> Command:
-        """Return the command refused on arrival: the error and its place in the run's order, without its content."""
-        request = type(self.request)(run_id=self.request.run_id, seq_id=self.seq_id, attachment=self.attachment)
+        """Return the command refused before its turn: the error and its place in the order, without its content."""
+        request = type(self.request)(run_id=self.request.run_id, seq_id=self.seq_id)
         return replace(self, request=request, refusal=error, content=None)
+
+    def cancelled(self) -> Command:
+        """Return the command refused because another client attached before it started."""
+        message = "another client attached before this had started, and had such commands cancelled; nothing changed"
+        return self.refused(errors.CommandCancelled(message, field="seq_id"))
 
     def to_record(self) -> CommandRecord:
         """Return the journal record."""
         payload = self.request.SerializeToString(deterministic=True)
-        if self.refusal is None:
-            return CommandRecord(self.seq_id, self.method, self.tenant, payload)
-        return CommandRecord(
-            self.seq_id, self.method, self.tenant, payload, RecordedError.of(self.refusal), self.digest
-        )
+        refusal, digest = (RecordedError.of(self.refusal), self.digest) if self.refusal else (None, b"")
+        return CommandRecord(self.seq_id, self.method, self.tenant, payload, refusal, digest, self.attachment)
 
 
 class Answers:
@@ -109,6 +114,10 @@ class Answers:
             oldest = next(iter(self._records))
             self._drop_reply(oldest)
             del self._records[oldest]
+
+    def get(self, seq_id: int) -> AnswerRecord | None:
+        """Return what is known of an answer, perhaps without the reply; None if it is not known."""
+        return self._records.get(seq_id)
 
     def knows(self, seq_id: int, digest: bytes) -> bool:
         """Return whether this exact command was executed, as far as answers are still remembered."""
@@ -146,7 +155,17 @@ def answer_to_record(
     """Return the journal record of an answer, with the run's facts and the version that the command made."""
     failure = RecordedError.of(answer) if isinstance(answer, errors.PacelineError) else None
     reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
-    return AnswerRecord(command.seq_id, command.digest, command.method, reply, failure, facts, version, version_sha256)
+    return AnswerRecord(
+        command.seq_id,
+        command.digest,
+        command.method,
+        reply,
+        failure,
+        facts,
+        version,
+        version_sha256,
+        command.attachment,
+    )
 
 
 def answer_from_record(record: AnswerRecord) -> Answer | None:

@@ -232,12 +232,12 @@ class RunRegistry:
             await asyncio.to_thread(self._guard.count, record.run_id)
         self._runs.pop(record.run_id, None)
 
-    def hold_all(self, error: errors.PacelineError) -> None:
+    def hold_all(self) -> None:
         """Record that the engine is gone, and every run's state with it: commands wait until the state is rebuilt."""
         self.engines_lost += 1
         for record in self._runs.values():
             record.in_engine = record.is_restored = False
-            record.sequencer.hold(error)
+            record.sequencer.hold()
 
     def drain(self) -> None:
         """Refuse commands that have not started; those in a journal execute after the next startup."""

@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 from google.protobuf.message import Message
@@ -34,72 +33,23 @@ from google.protobuf.message import Message
 from paceline import errors
 from paceline.background import Background
 from paceline.log import get_logger
+from paceline.types import CommandState
 from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.format import AttemptRecord, Facts, RebaseRecord
+from trainer_service.journal.format import AttemptRecord, Facts
 from trainer_service.journal.journal import RunJournal
-from trainer_service.runs.command import Answer, Answers, Command, answer_to_record, check_digest
+from trainer_service.runs.command import Answer, Answers, Command, answer_to_record
+from trainer_service.runs.pending import READING, PendingCommand, PendingCommands
+from trainer_service.runs.progress import CommandProgress
+from trainer_service.runs.status import CommandStatus, StatusStream, status_of_answer, status_of_pending
 
 _log = get_logger(__name__)
 
 REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
 """Commands that reply the same when executed again, so their replies need not be durable before they are sent."""
-READING = frozenset({"SaveCheckpoint", "PublishWeights"})
-"""Commands that let the next one start before they end."""
 _MAX_EXECUTING = 8
 """Most commands of a run that may be executing, to bound what they hold."""
-
-
-class CommandProgress:
-    """Progress of a command's execution.
-
-    A command is captured when it has taken all that it needs from the run's state, so that the next one may start; then
-    released, when it no longer needs the engine; then ended. A command that does not report the first two is captured
-    and released when it ends.
-    """
-
-    def __init__(
-        self, earlier: Sequence[CommandProgress] = (), *, may_overlap: bool = False, is_replay: bool = False
-    ) -> None:
-        """`earlier` are the commands of the same kind before this one that have not ended.
-
-        With `is_replay` the command was answered before, and executes only for what it changes in the engine.
-        """
-        self.is_replay = is_replay
-        self.captured = asyncio.Event()
-        self.released = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.is_answered = False
-        """Whether the command ended with an answer, and not because it has to execute again."""
-        self.version = 0
-        """Number of the version that the command made; 0 for none."""
-        self.version_sha256 = ""
-        """SHA-256 of that version."""
-        self._earlier = tuple(earlier)
-        self._may_overlap = may_overlap
-
-    def capture(self) -> None:
-        """Let the next command start, if this one may overlap with it."""
-        if self._may_overlap:
-            self.captured.set()
-
-    def release(self) -> None:
-        """Report that the rest of the command does not need the engine."""
-        self.released.set()
-
-    async def wait_for_earlier(self) -> None:
-        """Wait until earlier commands of this kind are answered. Raises EngineUnavailable if one must execute again."""
-        for progress in self._earlier:
-            await progress.ended.wait()
-            if not progress.is_answered:
-                raise errors.EngineUnavailable("an earlier command has to execute again first")
-
-    def end(self) -> None:
-        """Set all events, to wake everything that waits."""
-        self._earlier = ()
-        for event in (self.captured, self.released, self.ended):
-            event.set()
 
 
 class Executor(Protocol):
@@ -122,170 +72,6 @@ class Executor(Protocol):
 
     async def close(self) -> None:
         """Finish the work that continues in the background."""
-
-
-@dataclass(slots=True, eq=False)
-class PendingCommand:
-    """A command without an answer."""
-
-    command: Command
-    answer: asyncio.Future[Message]
-    durable: asyncio.Future[None] | None = None
-    """Set when the command is appended to the journal; done when it is durable."""
-    progress: CommandProgress | None = None
-    """Set while the command executes."""
-    place: Facts | None = None
-    """Facts after the command in the run's order; set if it was captured before it ended."""
-    timeout: asyncio.TimerHandle | None = None
-    """Set while earlier commands are missing."""
-
-    def resolve(self, answer: Answer) -> None:
-        """Resolve the answer for every waiter."""
-        if isinstance(answer, errors.PacelineError):
-            self.answer.set_exception(answer)
-        else:
-            self.answer.set_result(answer)
-
-    def cancel_timeout(self) -> None:
-        """Cancel the timeout: no earlier command is missing, or this one is gone; the timer would keep it in memory."""
-        if self.timeout is not None:
-            self.timeout.cancel()
-            self.timeout = None
-
-    def fail_waiters(self, error: errors.PacelineError) -> None:
-        """Fail the current waiters with `error`; later ones wait for the answer."""
-        self.resolve(error)
-        self.answer = _new_answer()
-
-
-class PendingCommands:
-    """A run's commands without an answer; each is journaled once all commands before it have arrived."""
-
-    def __init__(
-        self, journal: RunJournal, last_seq_id: int, gap_wait_seconds: float, tenant: str, waiting_bytes: WaitingBytes
-    ) -> None:
-        """Accept commands after `last_seq_id`, which is in the journal; count bytes of waiting ones as `tenant`'s."""
-        self.by_seq_id: dict[int, PendingCommand] = {}
-        self.appended = self._answered = last_seq_id
-        """Highest seq_id that was appended to the journal."""
-        self._journal = journal
-        self._gap_wait = gap_wait_seconds
-        self._tenant = tenant
-        self._bytes = waiting_bytes
-        journal.on_refused = self._withdraw
-
-    def restore(self, command: Command) -> None:
-        """Add a command from the journal."""
-        pending = self._add(command)
-        pending.durable = asyncio.get_running_loop().create_future()
-        pending.durable.set_result(None)
-        self.appended = max(self.appended, command.seq_id)
-
-    def accept(self, command: Command) -> PendingCommand:
-        """Add a new command, and append to the journal every command that no longer waits for an earlier one.
-
-        Raises QuotaExceeded or Overloaded if too many bytes of commands wait, unless the run needs this command to make
-        progress.
-        """
-        self._check_room(command)
-        pending = self._add(command)
-        self._append_following()
-        if pending.durable is None:
-            pending.timeout = asyncio.get_running_loop().call_later(self._gap_wait, self._time_out, pending)
-        return pending
-
-    @contextmanager
-    def arriving(self, command: Command) -> Iterator[None]:
-        """Count a new command's bytes while it is checked. Raises as `accept` does."""
-        self._check_room(command)
-        self._bytes.add(self._tenant, command.size)
-        try:
-            yield
-        finally:
-            self._bytes.remove(self._tenant, command.size)
-
-    def _check_room(self, command: Command) -> None:
-        is_needed = command.seq_id == self.appended + 1 and not any(one.durable for one in self.by_seq_id.values())
-        if not is_needed:
-            self._bytes.check(self._tenant, command.size)
-
-    def _append_following(self) -> None:
-        while following := self.by_seq_id.get(self.appended + 1):
-            following.durable = self._journal.append(following.command.to_record(), sync=True)
-            following.cancel_timeout()
-            self.appended += 1
-
-    def answered(self, seq_id: int) -> None:
-        """Remove a command that was answered."""
-        self._discard(seq_id)
-        self._answered = max(self._answered, seq_id)
-
-    def refuse(self, is_refused: Callable[[PendingCommand], bool], error: errors.PacelineError) -> None:
-        """Refuse the selected commands that have not started."""
-        for pending in list(self.by_seq_id.values()):
-            if pending.progress is None and is_refused(pending):
-                self._discard(pending.command.seq_id)
-                pending.resolve(error)
-
-    def skip_to(self, seq_id: int) -> asyncio.Future[None]:
-        """Continue at a command, which may have arrived, and give up those before it. Done when this is durable."""
-        self.appended = self._answered = seq_id - 1
-        lost = errors.RunStateLost("the run was restored by a later command", field="seq_id")
-        self.refuse(lambda pending: pending.command.seq_id < seq_id, lost)
-        rebased = self._journal.append(RebaseRecord(seq_id), sync=True)
-        self._append_following()
-        return rebased
-
-    def executing(self) -> list[tuple[Command, CommandProgress]]:
-        """Return the commands that are executing."""
-        return [(one.command, one.progress) for one in self.by_seq_id.values() if one.progress is not None]
-
-    def _add(self, command: Command) -> PendingCommand:
-        pending = self.by_seq_id[command.seq_id] = PendingCommand(command, _new_answer())
-        self._bytes.add(self._tenant, command.size)
-        return pending
-
-    def _discard(self, seq_id: int) -> None:
-        pending = self.by_seq_id.pop(seq_id)
-        pending.cancel_timeout()
-        self._bytes.remove(self._tenant, pending.command.size)
-
-    def _withdraw(self, error: errors.PacelineError) -> None:
-        """Withdraw the commands that the journal refused: none was executed, and their seq_ids are free again.
-
-        Those that it may hold, although it could not be synced, stay; their callers are told to ask again.
-        """
-        kept = {
-            key
-            for key, pending in self.by_seq_id.items()
-            if pending.durable is not None and not (pending.durable.done() and pending.durable.exception())
-        }
-        self.appended = max([self._answered, *kept])
-        self.refuse(lambda pending: pending.command.seq_id > self.appended and pending.durable is not None, error)
-        for pending in self.by_seq_id.values():
-            if pending.durable is not None and not pending.durable.done():
-                pending.fail_waiters(_unsynced())
-
-    def _time_out(self, pending: PendingCommand) -> None:
-        seq_id = pending.command.seq_id
-        if self.by_seq_id.get(seq_id) is not pending or pending.durable is not None:
-            return
-        self._discard(seq_id)
-        missing = next(earlier for earlier in range(self.appended + 1, seq_id) if earlier not in self.by_seq_id)
-        message = f"command {missing} did not arrive within {self._gap_wait:g} s; send it, then this one again"
-        pending.resolve(errors.SeqIdGap(message, field="seq_id", metadata={"missing": str(missing)}))
-
-
-def _unsynced() -> errors.EngineUnavailable:
-    message = "the run's journal cannot be synced; the command executes once it is durable: send it again"
-    return errors.EngineUnavailable(message)
-
-
-def _new_answer() -> asyncio.Future[Message]:
-    answer = asyncio.get_running_loop().create_future()
-    # Nobody may be waiting for a failure: retrieve it, so that asyncio does not log it as never retrieved.
-    answer.add_done_callback(lambda future: future.cancelled() or future.exception())
-    return answer
 
 
 class Sequencer:
@@ -342,9 +128,15 @@ class Sequencer:
         Of theirs, commands accepted in order stay, and commands that wait behind a gap are refused.
         """
         self.attachment = attachment
-        self._waiting.refuse(
-            lambda pending: pending.durable is None and self._is_superseded(pending.command), _superseded()
-        )
+        self._waiting.give_up_held(self._is_superseded, _superseded())
+
+    async def cancel_waiting(self) -> None:
+        """Refuse the commands that have not started, durably: those in the journal, and those behind a gap.
+
+        Raises DiskFull or EngineUnavailable if that cannot be written.
+        """
+        self._waiting.give_up_held(lambda _: True, _superseded())
+        await self._waiting.cancel()
 
     def check_client(self, command: Command) -> None:
         """Raise ClientSuperseded for a command of a superseded client, unless the command was accepted before.
@@ -362,11 +154,31 @@ class Sequencer:
     async def execute(self, command: Command, check: Callable[[Command], Awaitable[Command]] | None = None) -> Message:
         """Execute a command at its turn and return its answer; a repeated one gets the first answer.
 
-        `check` is called with a command that has not arrived before, and returns it, or its refusal. The command
-        continues if the caller leaves, because its answer may be asked for again. Raises what the command
-        raised, ClientSuperseded, SeqIdReused, SeqIdExpired, DiskFull if it cannot be journaled, QuotaExceeded or
-        Overloaded if too many bytes of commands wait, EngineUnavailable if the engine dies while it waits or the
-        journal cannot be synced, or SeqIdGap if earlier commands do not arrive in time.
+        The command continues if the caller leaves, because its answer may be asked for again. Raises as `submit`, what
+        the command raised, SeqIdReused, SeqIdExpired, and SeqIdGap if earlier commands do not arrive in time.
+        """
+        async with aclosing(await self.submit(command, check)) as stream:
+            status = await stream.last()
+        if status.is_another:
+            raise errors.SeqIdReused("was used with another payload; use the next one", field="seq_id")
+        if status.answer_expired or status.answer is None:
+            raise errors.SeqIdExpired(
+                f"was executed, but its answer is no longer kept; continue at {self.executed + 1}",
+                field="seq_id",
+                metadata={"last_seq_id": str(self.executed)},
+            )
+        if isinstance(status.answer, errors.PacelineError):
+            raise status.answer.with_traceback(None)  # it would grow with each caller, and keep the caller's command
+        return status.answer
+
+    async def submit(
+        self, command: Command, check: Callable[[Command], Awaitable[Command]] | None = None
+    ) -> StatusStream:
+        """Take a command and return its statuses once it is held behind a gap, or durable. Close the stream.
+
+        `check` is called with a command that has not arrived before, and returns it, or its refusal. An error means
+        that the trainer does not have the command: ClientSuperseded, InvalidArgument, MissingField, DiskFull if it
+        cannot be journaled, QuotaExceeded or Overloaded if too much waits, or what the run was closed with.
         """
         self.check_client(command)
         if self._refusal is not None:
@@ -374,21 +186,56 @@ class Sequencer:
         if command.seq_id == 0:
             raise errors.MissingField("is not set; a run's commands are numbered from 1", field="seq_id")
         pending = self._waiting.by_seq_id.get(command.seq_id)
-        if pending is not None:
-            check_digest(command.digest, pending.command.digest)
-        elif command.seq_id <= self.executed:
-            answer = self.answers.repeat(command.seq_id, command.digest, self.executed)
-            if isinstance(answer, errors.PacelineError):
-                raise answer
-            return answer
-        elif check is not None:
-            with self._waiting.arriving(command):
-                command = await check(command)
-            return await self.execute(command)  # meanwhile the same command may have arrived, or the run been closed
-        else:
+        if pending is None and command.seq_id > self.executed:
+            if check is not None:
+                with self._waiting.arriving(command):
+                    command = await check(command)
+                return await self.submit(command)  # meanwhile the same one may have arrived, or the run been closed
             pending = self._waiting.accept(command)
             self._advance()
-        return await asyncio.shield(pending.answer)
+        status = self._status(command.seq_id)
+        if status.digest not in {command.digest, b""}:
+            return StatusStream([status.of_another()])
+        stream = StatusStream([status], [] if pending is None else [pending], self._describe)
+        if pending is not None and pending.durable is not None:
+            await self._until_durable(pending, stream)
+        return stream
+
+    async def _until_durable(self, pending: PendingCommand, stream: StatusStream) -> None:
+        """Wait until a command is in the journal. Raises why it is not accepted, or why this process cannot say."""
+        try:
+            while pending.state is CommandState.HELD and pending.left is None:
+                await stream.change()
+            if (error := pending.left or pending.withdrawal) is not None:
+                raise error.with_traceback(None)
+        except BaseException:
+            await stream.aclose()
+            raise
+
+    def follow(self, seq_ids: Sequence[int]) -> StatusStream:
+        """Return the statuses of commands. Close the stream."""
+        distinct = dict.fromkeys(seq_ids)
+        pending = [one for seq_id in distinct if (one := self._waiting.by_seq_id.get(seq_id)) is not None]
+        return StatusStream([self._status(seq_id) for seq_id in distinct], pending, self._describe)
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Commands that have not ended, in order."""
+        return sorted(key for key, one in self._waiting.by_seq_id.items() if not one.state.has_ended)
+
+    def _status(self, seq_id: int) -> CommandStatus:
+        pending = self._waiting.by_seq_id.get(seq_id)
+        if pending is not None:
+            return self._describe(pending)
+        if 0 < seq_id <= self.executed:
+            return status_of_answer(seq_id, self.answers.get(seq_id))
+        return CommandStatus(seq_id, CommandState.NOT_ARRIVED)
+
+    def _describe(self, pending: PendingCommand) -> CommandStatus:
+        seq_id = pending.command.seq_id
+        ahead = sum(earlier < seq_id and not one.state.has_ended for earlier, one in self._waiting.by_seq_id.items())
+        missing = self._waiting.missing_before(seq_id) if pending.durable is None else 0
+        return status_of_pending(pending, ahead, missing)
 
     def start(self, executor: Executor) -> None:
         """Execute commands with `executor` from now on."""
@@ -397,12 +244,9 @@ class Sequencer:
         self._executor = executor
         self._advance()
 
-    def hold(self, error: errors.PacelineError) -> None:
-        """Execute nothing before the next `start`. Waiters get `error`; their commands stay."""
+    def hold(self) -> None:
+        """Execute nothing before the next `start`."""
         self._previous_executor, self._executor = self._executor or self._previous_executor, None
-        for pending in self._waiting.by_seq_id.values():
-            if pending.progress is None or not pending.progress.released.is_set():
-                pending.fail_waiters(error)
         self._notify()
 
     async def recover(self) -> None:
@@ -455,7 +299,7 @@ class Sequencer:
     def drain(self, error: errors.PacelineError) -> None:
         """Refuse new commands and those that have not started; started ones continue."""
         self._refusal = error
-        self._waiting.refuse(lambda _: True, error)
+        self._waiting.leave(error)
 
     async def save(self) -> None:
         """After `drain`, save the run's state once no command uses the engine, unless the run is not in the engine."""
@@ -520,7 +364,10 @@ class Sequencer:
         command = pending.command
         earlier = [progress for other, progress in self._waiting.executing() if other.method == command.method]
         progress = pending.progress = CommandProgress(earlier, may_overlap=command.method in READING)
-        pending.place = None
+        pending.place, pending.may_have_begun = None, True
+        if pending.state is CommandState.ACCEPTED:  # a refused one has ended already, and only takes its place
+            pending.begun_at = asyncio.get_running_loop().time()
+            pending.move(CommandState.EXECUTING)
         self._finishing.spawn(self._finish(pending, progress, executor))
         await progress.captured.wait()
         if progress.ended.is_set():
@@ -538,7 +385,7 @@ class Sequencer:
                     deaths = self.attempts[command.seq_id] = self.attempts[command.seq_id] + 1
                     _log.error("engine died during a command", seq_id=command.seq_id, attempts=deaths)
                     await self.journal.append(AttemptRecord(command.seq_id), sync=True)
-                self.hold(answer)
+                self.hold()
                 return
             self._failpoints.hit("after_execute")
             facts = executor.facts()
@@ -553,9 +400,13 @@ class Sequencer:
             self.executed = max(self.executed, command.seq_id)
             progress.is_answered = True
             self._failpoints.hit("before_ack")
-            pending.resolve(answer)
+            if pending.state is CommandState.EXECUTING:
+                is_refused = isinstance(answer, errors.PacelineError)
+                pending.move(CommandState.REFUSED if is_refused else CommandState.SUCCEEDED, answer)
         finally:
             pending.progress = None
+            if pending.state is CommandState.EXECUTING:
+                pending.move(CommandState.ACCEPTED)  # the engine died: it executes again
             progress.end()
             self._notify()
 

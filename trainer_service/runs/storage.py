@@ -215,7 +215,8 @@ class RunStorage:
         )
         sequencer.attempts = past.history.attempts
         for seq_id in past.unanswered:
-            sequencer.restore(Command.from_record(past.history.commands[seq_id]))
+            is_cancelled = seq_id in past.history.cancelled
+            sequencer.restore(Command.from_record(past.history.commands[seq_id], is_cancelled=is_cancelled))
         return sequencer
 
     def close(self) -> None:

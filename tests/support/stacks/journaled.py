@@ -87,7 +87,7 @@ class JournaledRun:
         self.sequencer.attempts = history.attempts
         for seq_id, record in history.commands.items():
             if seq_id not in history.answers:
-                self.sequencer.restore(Command.from_record(record))
+                self.sequencer.restore(Command.from_record(record, is_cancelled=seq_id in history.cancelled))
         if started:
             self.start()
 
@@ -121,6 +121,13 @@ class JournaledRun:
         for seq_id in self.sequencer.overtaken:
             await self.sequencer.replay(seq_id, self.executor)
         self.start()
+
+    async def held(self):
+        """Wait until the engine's death has stopped the run, and what was executing there has ended."""
+        sequencer = self.sequencer
+        while sequencer._executor is not None:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0)
+        await sequencer._engine_unused()
 
     def history(self):
         return read_history(self.directory)

@@ -14,7 +14,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ModelInfo, RunState
 from trainer_service.commands import CommandExecutor
 from trainer_service.runs.command import Command
-from trainer_service.runs.sequencer import CommandProgress
+from trainer_service.runs.progress import CommandProgress
 from trainer_service.settings import TrainerSettings
 
 RUN = SimpleNamespace(run_id="run", tenant="team", state=RunState.READY)

@@ -1,0 +1,55 @@
+"""Commands and their states as Execute and Follow carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from paceline import errors
+from paceline.codec.errors import error_to_proto
+from paceline.trainer.v1 import trainer_service_pb2 as pb
+from trainer_service.runs.status import CommandStatus
+
+_REPLY_FIELDS = {
+    pb.ForwardBackwardResponse: "forward_backward",
+    pb.OptimStepResponse: "optim_step",
+    pb.SaveCheckpointResponse: "save_checkpoint",
+    pb.LoadCheckpointResponse: "load_checkpoint",
+    pb.PublishWeightsResponse: "publish_weights",
+}
+_ORDER = ("run_id", "seq_id", "attachment")
+
+
+def command_of(request: pb.ExecuteRequest) -> Any:
+    """Return the request of the command's own call. Raises MissingField, InvalidArgument."""
+    name = request.WhichOneof("command")
+    if name is None:
+        raise errors.MissingField("is not set; set one of the five commands", field="command")
+    command = getattr(request, name)
+    for field in _ORDER:
+        if getattr(command, field):
+            message = f"is set in the command; set {field} of the ExecuteRequest instead"
+            raise errors.InvalidArgument(message, field=f"{name}.{field}")
+        setattr(command, field, getattr(request, field))
+    return command
+
+
+def status_to_proto(status: CommandStatus) -> pb.CommandStatus:
+    """Encode a status."""
+    message = pb.CommandStatus(
+        seq_id=status.seq_id,
+        state=pb.CommandState.ValueType(status.state.value),
+        digest=status.digest,
+        attachment=status.attachment,
+        commands_ahead=status.commands_ahead,
+        executing_seconds=status.executing_seconds,
+        missing_seq_id=status.missing_seq_id,
+        answer_expired=status.answer_expired,
+        is_another=status.is_another,
+    )
+    if isinstance(status.answer, errors.PacelineError):
+        message.error.CopyFrom(error_to_proto(status.answer))
+    elif isinstance(status.answer, Message):
+        getattr(message, _REPLY_FIELDS[type(status.answer)]).CopyFrom(status.answer)
+    return message
