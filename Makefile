@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-clients test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts fuzz images clean
+.PHONY: help proto demo up test test-clients test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts client-faults fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -100,6 +100,9 @@ chaos: proto ## Kill trainer, engine, sampler and gateway 2,000 times, and check
 
 power-cuts: proto ## Start the trainer on what 1,000 power cuts leave, and check that nothing is lost
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.power_cuts $(CUTS)
+
+client-faults: proto ## Issue commands through a network that fails by 2,000 plans, and check what the client says
+	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.durability.client_faults $(PLANS)
 
 fuzz: proto ## Send 1,000,000 hostile calls to the services while another tenant trains
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.hostile.fuzz $(CASES)

@@ -38,22 +38,29 @@ class Batch:
     requests: list[pb.ForwardBackwardRequest]
 
     def merge(self, outcomes: Sequence[Outcome[pb.ForwardBackwardResponse]]) -> ForwardBackwardOutput:
-        """Merge the replies; if any part failed, raise the first error, located within the whole batch."""
+        """Merge the replies; if any part failed, raise the first error, located within the whole batch.
+
+        An error after which a part may have executed goes before one that says that its part did not.
+        """
+        failed = {part: outcome for part, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+        if failed:
+            told = next((part for part, error in failed.items() if errors.is_outcome_unknown(error)), min(failed))
+            raise self._located(failed[told], told)
+        replies = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
         parts, start = [], 0
-        for part, (request, outcome) in enumerate(zip(self.requests, outcomes, strict=True)):
-            if isinstance(outcome, BaseException):
-                raise self._located(outcome, part, start)
+        for reply in replies:
             outputs = [
                 codec.output_from_proto(output, f"outputs[{start + index}]")
-                for index, output in enumerate(outcome.outputs)
+                for index, output in enumerate(reply.outputs)
             ]
-            parts.append(ForwardBackwardOutput(outputs, dict(outcome.metrics)))
-            start += len(request.data)
+            parts.append(ForwardBackwardOutput(outputs, dict(reply.metrics)))
+            start += len(outputs)
         outputs = [output for part_ in parts for output in part_.loss_fn_outputs]
         return ForwardBackwardOutput(outputs, merge_metrics([part_.metrics for part_ in parts]))
 
-    def _located(self, error: BaseException, part: int, start: int) -> BaseException:
+    def _located(self, error: BaseException, part: int) -> BaseException:
         if len(self.requests) > 1 and isinstance(error, errors.PacelineError):
+            start = sum(len(request.data) for request in self.requests[:part])
             error.field = _DATUM_FIELD.sub(lambda place: f"data[{int(place[1]) + start}]", error.field)
             last = start + len(self.requests[part].data) - 1
             error.add_note(

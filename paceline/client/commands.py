@@ -251,10 +251,11 @@ class CommandQueue:
             doubt = self._doubts.pop(seq_id, None)
             if not errors.is_outcome_unknown(error):
                 self._extend_deadlines(seq_id)
-            if doubt is not None and errors.is_not_accepted(error):
+            is_turned_away = errors.is_not_accepted(error) or is_unread(error)
+            if doubt is not None and is_turned_away:
                 doubt.add_note(f"It was sent again, and turned away: {error}")
                 raise doubt from error
-            if errors.is_not_accepted(error) or is_unread(error):
+            if is_turned_away:
                 self.give_back([seq_id])
             elif isinstance(error, errors.SeqIdGap):
                 if doubt is None and (missing := int(error.metadata.get("missing", 0))):

@@ -133,11 +133,14 @@ async def test_commands_that_wait_together_to_be_sent_are_turned_away_together(s
         assert (await training.optim_step()).step == 1
 
 
+@pytest.mark.parametrize(
+    "refusal", [errors.InvalidApiKey("is not known"), errors.MessageTooLarge("is too long")], ids=repr
+)
 async def test_a_command_that_is_turned_away_after_its_answer_was_lost_may_have_executed_and_does_once(
-    server, training
+    server, training, refusal
 ):
     server.trainer.replies_to_drop[1] = 1
-    server.trainer.refusals[1] = [None, errors.InvalidApiKey("is not known")]
+    server.trainer.refusals[1] = [None, refusal]
     with pytest.raises(errors.UpstreamUnavailable) as caught:
         await training.forward_backward(make_data())
     assert "turned away" in caught.value.__notes__[0]
@@ -304,6 +307,16 @@ async def test_an_error_in_a_part_names_the_datum_of_the_whole_batch(training):
         await training.forward_backward(data)
     assert caught.value.field == "data[1200].model_input"
     assert "datums 1024 to 1499" in caught.value.__notes__[0]
+
+
+async def test_a_batch_of_which_a_part_may_have_been_executed_ends_in_the_error_of_that_part(server):
+    server.trainer.refusals[1] = [errors.Overloaded("full")]
+    server.trainer.replies_to_drop[2] = 1
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        with pytest.raises(errors.UpstreamUnavailable) as caught:
+            await training.forward_backward(make_data(1500, length=3))
+        assert "datums 1024 to 1499" in caught.value.__notes__[-1]
 
 
 async def test_nothing_is_sent_after_a_load_before_it_is_answered(server, client, training):
