@@ -61,7 +61,7 @@ def main() -> None:
         question = EXAMPLES[0][0]
         reply = sampling.sample(prompt_tokens(question), 1, SamplingParams(max_tokens=32, temperature=0)).result()
         print(f"\n{question}\n{tokenizer.decode(reply.sequences[0].tokens, skip_special_tokens=True)}")
-        print(f"(version {reply.model.version}, sha256 {reply.model.sha256[:12]})")
+        print(f"(version {reply.model.version}, blake3 {reply.model.blake3[:12]})")
         service.delete_run(training.run_id)  # a tenant may have 64 runs; save what is to stay as a checkpoint first
 
 

@@ -127,7 +127,7 @@ class VersionWatcher:
                 pb.HeldVersion(
                     run_id=served.run_id,
                     version=served.version,
-                    sha256=served.sha256,
+                    blake3=served.blake3,
                     newest=served.version == self._resolver.newest(served.run_id),
                 )
                 for served in held
@@ -173,7 +173,7 @@ class VersionWatcher:
         """Start to load an announced version if it can be fetched and is not superseded."""
         model, on_volume, arrival = announcement.manifest.model, bool(announcement.volume_path), perf_counter()
         key = VersionKey(model.run_id, model.version)
-        self._registry.displace(key, model.sha256)
+        self._registry.displace(key, model.blake3)
         if self._offers is not None:
             self._offers.announced(key, announcement.manifest)
         if self._group is not None and announcement.broadcast_generation:
@@ -187,7 +187,7 @@ class VersionWatcher:
         # A version is announced again when it reaches the volume. By then a streamed one may already be superseded.
         if is_newer or not on_volume or self._needs_volume:
             self._awaited.add(key)
-            self._applying.spawn(self._apply(key, model.sha256, arrival))
+            self._applying.spawn(self._apply(key, model.blake3, arrival))
 
     async def _measure(self, probe: pb.Probe) -> None:
         agreement = await self._agreement.measure(probe)
@@ -207,9 +207,9 @@ class VersionWatcher:
             # Not refused: its announcement starts another attempt, which is refused if it fails.
             _log.info("version not prepared", run=offer.key.run_id, version=offer.key.version, reason=error.reason)
 
-    async def _apply(self, key: VersionKey, sha256: str, arrival: float) -> None:
+    async def _apply(self, key: VersionKey, blake3: str, arrival: float) -> None:
         try:
-            entry = await self._load(key, sha256)
+            entry = await self._load(key, blake3)
         except errors.PacelineError as error:
             self._refuse(key, error)
         except Exception:
@@ -227,7 +227,7 @@ class VersionWatcher:
             if self._group is not None:
                 self._group.drop(key)
 
-    async def _load(self, key: VersionKey, sha256: str) -> LoadedVersion:
+    async def _load(self, key: VersionKey, blake3: str) -> LoadedVersion:
         """Load an announced version. If there is no room, send a temporary refusal and retry.
 
         Raises EngineUnavailable if a newer version arrives before there is room, and as `_exactly`.
@@ -236,7 +236,7 @@ class VersionWatcher:
         while True:
             try:
                 async with self._slots:
-                    return await self._exactly(key, sha256)
+                    return await self._exactly(key, blake3)
             except errors.Exhausted as error:
                 if key.version < self._resolver.last_announced(key.run_id):
                     message = "a newer version came before there was room for this one"
@@ -245,7 +245,7 @@ class VersionWatcher:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY)
 
-    async def _exactly(self, key: VersionKey, sha256: str) -> LoadedVersion:
+    async def _exactly(self, key: VersionKey, blake3: str) -> LoadedVersion:
         """Load exactly the announced content, not other content under its number. Raises ChecksumMismatch.
 
         What was in transit at the announcement may be older content: a shared fetch, or a version on its way to disk.
@@ -257,12 +257,12 @@ class VersionWatcher:
             except errors.VersionExists:
                 _log.info("older content in the way of a version", run=key.run_id, version=key.version)
             else:
-                received = entry.served.sha256
-                if received == sha256:
+                received = entry.served.blake3
+                if received == blake3:
                     return entry
-            self._registry.displace(key, sha256)
-        message = f"received bytes with SHA-256 {received or 'that differ each time'}; {sha256} was announced"
-        raise errors.ChecksumMismatch(message, field="model.sha256")
+            self._registry.displace(key, blake3)
+        message = f"received bytes with BLAKE3 {received or 'that differ each time'}; {blake3} was announced"
+        raise errors.ChecksumMismatch(message, field="model.blake3")
 
     async def _find_or_fetch(self, key: VersionKey) -> LoadedVersion:
         return self._registry.find(key) or await self._registry.fetch(key)
@@ -301,7 +301,7 @@ def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> p
     return pb.Acknowledgement(
         run_id=entry.served.run_id,
         version=entry.served.version,
-        sha256=entry.served.sha256,
+        blake3=entry.served.blake3,
         sampler_id=sampler_id,
         milliseconds=milliseconds,
         step_wait_milliseconds=entry.times.step_wait_milliseconds,

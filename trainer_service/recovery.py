@@ -20,7 +20,6 @@ from paceline.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.regular_files import copy_file
-from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, RunState
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
@@ -32,7 +31,7 @@ from trainer_service.journal.format import AnswerRecord, JournalDamagedError
 from trainer_service.journal.snapshots import OWN_FILES, Snapshot
 from trainer_service.limits.gates import ByteGate, Foreground
 from trainer_service.publish.publisher import Publisher
-from trainer_service.runs.command import Command, answer_from_record
+from trainer_service.runs.command import Command
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
@@ -274,10 +273,7 @@ class Recovery:
         """Remake a version that was published but had not reached the volume."""
         if before.version == 0:
             return
-        sha256 = before.version_sha256
-        if not sha256 and isinstance(answer := answer_from_record(before), pb.PublishWeightsResponse):
-            sha256 = answer.model.sha256
-        await self._publisher.recreate(run, before.version, command.seq_id, sha256)
+        await self._publisher.recreate(run, before.version, command.seq_id, before.version_blake3)
 
     async def offer_snapshot(self, run: RunRecord, failures: int = 0) -> None:
         """Convert a lost run's newest snapshot to a checkpoint, unless its newest state checkpoint is as recent.

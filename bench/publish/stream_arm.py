@@ -7,7 +7,7 @@ On an input line `measure` the reader streams the file once and prints the secon
 peak bytes of Python objects since the line before.
 
 Arms: `plain`, a generated servicer and stub with gRPC's own options; `ours`, replies written and read as bytes, over a
-sampler's channel; `staged`, the stream of `ours` written to a file as the sampler does, with the SHA-256 of the whole.
+sampler's channel; `staged`, the stream of `ours` written to a file as the sampler does, with the BLAKE3 of the whole.
 All have the same checksums and chunks.
 """
 
@@ -99,7 +99,7 @@ def connect(arm: str, target: str) -> grpc.aio.Channel:
 def describe(file: Path) -> pb.Manifest:
     """Return the manifest that receiving a file needs."""
     manifest = pb.Manifest(total_size=file.stat().st_size)
-    manifest.model.sha256 = weights.hash_file(file)
+    manifest.model.blake3 = weights.blake3_of(file)
     return manifest
 
 

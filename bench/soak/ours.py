@@ -85,7 +85,7 @@ class Soak:
     def distinct(self, run_id: str) -> list[Path]:
         """Return a run's versions on the volume, oldest first; of versions with the same weights only one."""
         every = sorted(self.find(run_id, 0).parent.glob("[0-9]*"), key=lambda path: int(path.name), reverse=True)
-        first = {read_manifest(path).model.sha256: path for path in every}
+        first = {read_manifest(path).model.blake3: path for path in every}
         return list(first.values())[::-1]
 
     async def decode(self, streams: int, until: float) -> list[Sampled]:

@@ -49,7 +49,7 @@ from paceline.rpc.readers import READER_SECONDS
 from paceline.waiting_bytes import WaitingBytes
 
 _OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz")
-_EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "Version", "Checkpoint", "Sha256"))]
+_EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "Version", "Checkpoint", "Blake3"))]
 """Headers of responses that web pages may read."""
 _BINARY = (f"{TINKER}/forward_backward", f"{TINKER}/telemetry")
 """Paths whose bodies are protobuf, with bounds of its own, or not read."""

@@ -214,4 +214,6 @@ def _run_entry(name: str, run: NamedRun) -> Entry:
 
 
 def _checkpoint_entry(checkpoint: Checkpoint) -> Entry:
-    return entry_of(checkpoint.path, checkpoint.create_time.timestamp(), sha256=checkpoint.sha256)
+    return entry_of(
+        checkpoint.path, checkpoint.create_time.timestamp(), sha256=checkpoint.sha256, blake3=checkpoint.blake3
+    )

@@ -120,7 +120,7 @@ async def _first(parts: AsyncIterator[Part]) -> tuple[Part, dict[str, str]]:
         "Run": model.run_id,
         "Version": str(model.version or ""),
         "Checkpoint": model.checkpoint,
-        "Sha256": model.sha256,
+        "Blake3": model.blake3,
     }
     headers = {f"X-Paceline-{name}": value for name, value in weights.items() if value}
     return first, {"X-Paceline-Model": model.base_model, **headers}

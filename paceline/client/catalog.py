@@ -21,7 +21,7 @@ from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
-from paceline.weights.manifest import SUMS_FILE, is_model, read_manifest, read_sums, weights_file
+from paceline.weights.manifest import Sums, is_model, read_manifest, read_sums, weights_file
 
 _PAGE_SIZE = 1000
 
@@ -216,14 +216,15 @@ def _verify(directory: Path, digests: Mapping[str, str]) -> None:
     """Check every received file that a checksum or the manifest covers. Raises ChecksumMismatch, naming the file."""
     if MANIFEST_FILE not in digests:
         raise errors.ChecksumMismatch("the checkpoint has no manifest; it is damaged", field="path")
-    if SUMS_FILE in digests:
+    sums = Sums.SHA256.value
+    if sums in digests:
         listed = read_sums(directory)
         for name in {**listed, **digests}:
-            if name != SUMS_FILE and listed.get(name) != digests.get(name):
-                raise _damaged(name, SUMS_FILE)
+            if name != sums and listed.get(name) != digests.get(name):
+                raise _damaged(name, sums)
     manifest = read_manifest(directory)
     weights = weights_file(manifest)
-    if digests.get(weights) != manifest.model.sha256:
+    if digests.get(weights) != manifest.sha256:
         raise _damaged(weights, "the manifest")
     if not is_model(manifest):
         config = hashlib.sha256(manifest.adapter_config).hexdigest()

@@ -30,8 +30,8 @@ class Acknowledgement:
 
     run_id: str
     version: int
-    sha256: str
-    """SHA-256 of the version, lower-case hex."""
+    blake3: str
+    """BLAKE3-256 of the version, lower-case hex."""
     sampler_id: str
     milliseconds: float
     """From the announcement's arrival to the version being active."""
@@ -106,7 +106,7 @@ def _acknowledgement_from_proto(message: weights_pb.Acknowledgement) -> Acknowle
     return Acknowledgement(
         run_id=message.run_id,
         version=message.version,
-        sha256=message.sha256,
+        blake3=message.blake3,
         sampler_id=message.sampler_id,
         milliseconds=message.milliseconds,
         step_wait_milliseconds=message.step_wait_milliseconds,

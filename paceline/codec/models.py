@@ -47,7 +47,7 @@ def served_model_to_proto(model: ServedModel) -> pb.ServedModel:
         run_id=model.run_id,
         version=model.version,
         checkpoint=model.checkpoint,
-        sha256=model.sha256,
+        blake3=model.blake3,
     )
 
 
@@ -58,7 +58,7 @@ def served_model_from_proto(message: pb.ServedModel) -> ServedModel:
         run_id=message.run_id,
         version=message.version,
         checkpoint=message.checkpoint,
-        sha256=message.sha256,
+        blake3=message.blake3,
     )
 
 

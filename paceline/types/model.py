@@ -39,8 +39,8 @@ class ServedModel:
     version: int = 0
     """Version number; 0 for the base model and for checkpoints."""
     checkpoint: str = ""
-    sha256: str = ""
-    """SHA-256 of the adapter's safetensors file; empty for the base model."""
+    blake3: str = ""
+    """BLAKE3-256 of the weights' safetensors file, lower-case hex; empty for the base model."""
 
 
 class PackingMode(Enum):

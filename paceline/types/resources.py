@@ -69,7 +69,9 @@ class Checkpoint:
     step: int
     size_bytes: int
     sha256: str
-    """SHA-256 of the weights' safetensors file."""
+    """SHA-256 of the weights' safetensors file, as `sha256sum` prints it."""
+    blake3: str
+    """BLAKE3-256 of the same file, as in the `ServedModel` of what is sampled from it."""
     create_time: datetime
     expire_time: datetime | None = None
     """When it is deleted automatically; None means never."""

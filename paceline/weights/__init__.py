@@ -3,13 +3,13 @@
 The bytes transferred are the safetensors file itself.
 """
 
+from paceline.weights.hashing import blake3_of, crc32c_of, sha256_of
 from paceline.weights.manifest import (
     AdapterConfig,
-    crc32c_of,
+    Sums,
     describe_weights,
     draft_manifest,
     find_damaged,
-    hash_file,
     is_model,
     parse_adapter_config,
     read_adapter_config,
@@ -38,8 +38,10 @@ __all__ = [
     "ChunkWriter",
     "Part",
     "Piece",
+    "Sums",
     "absent",
     "add_fetch_version",
+    "blake3_of",
     "check_finite",
     "copy_tensors",
     "crc32c_of",
@@ -47,7 +49,6 @@ __all__ = [
     "draft_manifest",
     "fetch_version",
     "find_damaged",
-    "hash_file",
     "is_model",
     "parse_adapter_config",
     "read_adapter_config",
@@ -57,6 +58,7 @@ __all__ = [
     "read_replies",
     "read_tensor_entries",
     "seal",
+    "sha256_of",
     "verify_adapter",
     "verify_model",
     "weights_file",

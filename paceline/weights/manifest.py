@@ -1,43 +1,71 @@
 """A directory of weights: its manifest, the configuration of its adapter, and the checksums of its files.
 
-The manifest names the model, its tenant, its tensors, and the SHA-256 of its weights. A directory that is moved and
-copied as a whole also has SHA256SUMS, which `sha256sum -c` can check too.
+The manifest names the model, its tenant, its tensors, and the BLAKE3-256 of its weights; that of a saved checkpoint has
+their SHA-256 too. A directory of several files also lists their checksums: a saved one in SHA256SUMS, which
+`sha256sum -c` can check too, and a published model in BLAKE3SUMS (`b3sum -c`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 from google.protobuf import json_format
 
 from paceline import errors
 from paceline.codec.models import served_model_to_proto
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
-from paceline.regular_files import open_file, read_file
+from paceline.regular_files import read_file
 from paceline.types import ServedModel
+from paceline.weights.hashing import blake3_of, checksums_of, sha256_of
 from paceline.weights.safetensors import read_tensor_entries
 from paceline.weights.v1 import weight_service_pb2 as pb
 
-SUMS_FILE = "SHA256SUMS"
-_PIECE_BYTES = 1 << 18  # stays in the processor's cache between reading and checksumming
 _CONFIG = "adapter_config"
 _SAVE_AGAIN = "save the adapter with PEFT's save_pretrained"
 _LARGEST = 3e38
 """Largest absolute value of a number, so that float32 holds it."""
 
 
+class Sums(Enum):
+    """A file that lists the checksum of each file beside it, one a line: lower-case hex, two spaces, name."""
+
+    SHA256 = "SHA256SUMS"
+    """Of what was saved: checkpoints and snapshots."""
+    BLAKE3 = "BLAKE3SUMS"
+    """Of a published model, which is not published before its files are hashed."""
+
+    @classmethod
+    def of(cls, manifest: pb.Manifest) -> Sums:
+        """Return the kind of sums beside a whole model."""
+        return cls.SHA256 if manifest.sha256 else cls.BLAKE3
+
+    def hash_file(self, path: Path) -> str:
+        """Return the checksum of a file. Raises FileNotFoundError, NotRegularFile."""
+        return sha256_of(path) if self is Sums.SHA256 else blake3_of(path)
+
+    def weights_hash(self, manifest: pb.Manifest) -> str:
+        """Return the checksum of the weights in a manifest."""
+        return manifest.sha256 if self is Sums.SHA256 else manifest.model.blake3
+
+
 def describe_weights(
-    directory: Path, model: ServedModel, *, tenant: str, step: int, seq_id: int = 0, base_sha256: str = ""
+    directory: Path,
+    model: ServedModel,
+    *,
+    tenant: str,
+    step: int,
+    seq_id: int = 0,
+    base_sha256: str = "",
+    is_saved: bool = False,
 ) -> pb.Manifest:
-    """Create the manifest of a directory that holds an adapter or a whole model. See `draft_manifest`."""
+    """Create the manifest of a directory that holds an adapter or a whole model. See `draft_manifest` and `seal`."""
     draft = draft_manifest(directory, model, tenant=tenant, step=step, seq_id=seq_id, base_sha256=base_sha256)
-    return seal(directory, draft)
+    return seal(directory, draft, is_saved=is_saved)
 
 
 def draft_manifest(
@@ -66,16 +94,12 @@ def draft_manifest(
     return manifest
 
 
-def seal(directory: Path, draft: pb.Manifest) -> pb.Manifest:
-    """Return the draft with the checksums of the directory's weights."""
-    weights = directory / weights_file(draft)
+def seal(directory: Path, draft: pb.Manifest, *, is_saved: bool = False) -> pb.Manifest:
+    """Return the draft with the checksums of the directory's weights; with their SHA-256 too if it `is_saved`."""
     manifest = pb.Manifest()
     manifest.CopyFrom(draft)
-    digest, checksum = hashlib.sha256(), 0
-    for piece in _pieces(weights):
-        digest.update(piece)
-        checksum = google_crc32c.extend(checksum, piece)
-    manifest.model.sha256, manifest.crc32c = digest.hexdigest(), checksum
+    checksums = checksums_of(directory / weights_file(draft), with_sha256=is_saved)
+    manifest.model.blake3, manifest.crc32c, manifest.sha256 = checksums.blake3, checksums.crc32c, checksums.sha256
     return manifest
 
 
@@ -85,28 +109,8 @@ def is_model(manifest: pb.Manifest) -> bool:
 
 
 def weights_file(manifest: pb.Manifest) -> str:
-    """Return the name of the file whose SHA-256 is in a manifest."""
+    """Return the name of the file whose checksums are in a manifest."""
     return MODEL_FILE if is_model(manifest) else WEIGHTS_FILE
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file, lower-case hex."""
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def crc32c_of(path: Path) -> int:
-    """Return the CRC-32C of a file."""
-    checksum = 0
-    for piece in _pieces(path):
-        checksum = google_crc32c.extend(checksum, piece)
-    return checksum
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with open_file(path) as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
 
 
 def write_manifest(directory: Path, manifest: pb.Manifest) -> None:
@@ -124,53 +128,54 @@ def read_manifest(directory: Path) -> pb.Manifest:
 
 
 def verify_adapter(directory: Path, manifest: pb.Manifest) -> str:
-    """Check that a directory holds exactly the adapter of the manifest, and return the computed SHA-256."""
+    """Check that a directory holds exactly the adapter of the manifest, and return the computed BLAKE3-256."""
     foreign = {path.name for path in directory.iterdir()} - ADAPTER_FILES
     if foreign:
         raise errors.ChecksumMismatch("the adapter's directory holds files that do not belong there")
-    computed = hash_file(directory / WEIGHTS_FILE)
-    if computed != manifest.model.sha256 or read_file(directory / CONFIG_FILE) != manifest.adapter_config:
+    computed = blake3_of(directory / WEIGHTS_FILE)
+    if computed != manifest.model.blake3 or read_file(directory / CONFIG_FILE) != manifest.adapter_config:
         raise errors.ChecksumMismatch("the adapter differs from its manifest; publish or save it again")
     return computed
 
 
-def write_sums(directory: Path, manifest: pb.Manifest | None = None) -> None:
-    """Write the SHA-256 of every file in `directory` to a file there; `manifest` may supply that of the weights."""
-    known = {} if manifest is None else {weights_file(manifest): manifest.model.sha256}
-    sums = {path.name: known.get(path.name) or hash_file(path) for path in sorted(directory.iterdir())}
-    (directory / SUMS_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+def write_sums(directory: Path, manifest: pb.Manifest | None = None, sums: Sums = Sums.SHA256) -> None:
+    """Write the checksum of every file in `directory` to a file there; `manifest` may supply that of the weights."""
+    known = {} if manifest is None else {weights_file(manifest): sums.weights_hash(manifest)}
+    files = {path.name: known.get(path.name) or sums.hash_file(path) for path in sorted(directory.iterdir())}
+    (directory / sums.value).write_text("".join(f"{digest}  {name}\n" for name, digest in files.items()))
 
 
-def read_sums(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by name, as the directory's sums list them. Raises FileNotFoundError."""
-    lines = read_file(directory / SUMS_FILE).decode(errors="replace").rstrip("\n").split("\n")
+def read_sums(directory: Path, sums: Sums = Sums.SHA256) -> dict[str, str]:
+    """Return the checksum of each file by name, as the directory's sums list them. Raises FileNotFoundError."""
+    lines = read_file(directory / sums.value).decode(errors="replace").rstrip("\n").split("\n")
     return {name: digest for digest, _, name in (line.partition("  ") for line in lines if line)}
 
 
-def find_damaged(directory: Path) -> str | None:
+def find_damaged(directory: Path, sums: Sums = Sums.SHA256) -> str | None:
     """Return the name of a file that changed since the sums were written; None if none did.
 
     Raises FileNotFoundError if a file or the sums are missing.
     """
-    for name, digest in read_sums(directory).items():
-        if hash_file(directory / Path(name).name) != digest:
+    for name, digest in read_sums(directory, sums).items():
+        if sums.hash_file(directory / Path(name).name) != digest:
             return name
     return None
 
 
 def verify_model(directory: Path, manifest: pb.Manifest) -> str:
-    """Check that a directory holds exactly the whole model of a manifest, and return the weights' SHA-256.
+    """Check that a directory holds exactly the whole model of a manifest, and return the weights' BLAKE3-256.
 
     Raises ChecksumMismatch, FileNotFoundError.
     """
-    listed = read_sums(directory)
-    if {path.name for path in directory.iterdir()} != {*listed, SUMS_FILE}:
+    sums = Sums.of(manifest)
+    listed = read_sums(directory, sums)
+    if {path.name for path in directory.iterdir()} != {*listed, sums.value}:
         raise errors.ChecksumMismatch("the model's directory does not hold the files that were saved")
-    if damaged := find_damaged(directory):
+    if damaged := find_damaged(directory, sums):
         raise errors.ChecksumMismatch(f"{damaged} is damaged; publish or save the model again")
-    if listed.get(MODEL_FILE) != manifest.model.sha256:
+    if listed.get(MODEL_FILE) != sums.weights_hash(manifest):
         raise errors.ChecksumMismatch("the model differs from its manifest; publish or save it again")
-    return manifest.model.sha256
+    return manifest.model.blake3
 
 
 @dataclass(frozen=True, slots=True)

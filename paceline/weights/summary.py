@@ -14,7 +14,7 @@ from paceline.regular_files import read_file
 
 
 class _Model(msgspec.Struct, frozen=True):
-    sha256: str = ""
+    blake3: str = ""
 
 
 class _Manifest(msgspec.Struct, frozen=True, rename="camel"):
@@ -23,13 +23,16 @@ class _Manifest(msgspec.Struct, frozen=True, rename="camel"):
     tenant: str = ""
     step: int = 0
     seq_id: int = 0
+    sha256: str = ""
 
 
 class Summary(msgspec.Struct, frozen=True):
     """A manifest's facts."""
 
+    blake3: str
+    """BLAKE3-256 of the weights."""
     sha256: str
-    """SHA-256 of the weights."""
+    """Their SHA-256; empty for a published version."""
     tenant: str
     step: int
     seq_id: int
@@ -46,5 +49,12 @@ def summarize(directory: Path) -> Summary:
         read = msgspec.json.decode(text, type=_Manifest, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise errors.ChecksumMismatch("the manifest is damaged; restore the directory from a backup") from error
-    created = read.create_time.astimezone(UTC)
-    return Summary(read.model.sha256, read.tenant, read.step, read.seq_id, created, sha256(text).hexdigest())
+    return Summary(
+        blake3=read.model.blake3,
+        sha256=read.sha256,
+        tenant=read.tenant,
+        step=read.step,
+        seq_id=read.seq_id,
+        create_time=read.create_time.astimezone(UTC),
+        digest=sha256(text).hexdigest(),
+    )

@@ -7,7 +7,6 @@ transfers 3.0 times as many bytes a second as generated stubs (`make bench-strea
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from google.protobuf.message import DecodeError
 from paceline import errors
 from paceline.regular_files import open_raw
 from paceline.types import ModelRef
+from paceline.weights.hashing import Blake3
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
@@ -145,7 +145,7 @@ class ChunkWriter:
     def __init__(self, path: Path, manifest: pb.Manifest) -> None:
         self._file = path.open("xb")
         self._manifest = manifest
-        self._hash = hashlib.sha256()
+        self._blake3 = Blake3()
         self._offset = 0
 
     def write(self, chunk: Piece) -> None:
@@ -159,16 +159,16 @@ class ChunkWriter:
         if not chunk.is_intact:
             raise errors.ChecksumMismatch("was damaged in transfer; send it again", field="chunk.crc32c")
         self._file.write(data)
-        self._hash.update(data)
+        self._blake3.update(data)
         self._offset += len(data)
 
     def finish(self) -> str:
-        """Close the file and return its SHA-256. Raises ChecksumMismatch if it differs from the manifest's."""
+        """Close the file and return its BLAKE3-256. Raises ChecksumMismatch if it differs from the manifest's."""
         self.close()
-        digest = self._hash.hexdigest()
-        if self._offset != self._manifest.total_size or digest != self._manifest.model.sha256:
+        blake3 = self._blake3.hexdigest()
+        if self._offset != self._manifest.total_size or blake3 != self._manifest.model.blake3:
             raise errors.ChecksumMismatch("the received bytes differ from the manifest's; send them again")
-        return digest
+        return blake3
 
     def close(self) -> None:
         """Close the file without verifying it."""

@@ -169,15 +169,15 @@ class VersionRegistry:
         self._resolver.dropped(ref.run_id, ref.version or 0)
         self._retire_all(is_meant)
 
-    def displace(self, key: VersionKey, sha256: str) -> None:
+    def displace(self, key: VersionKey, blake3: str) -> None:
         """Displace other content under the same number: no new request uses it, and it is unloaded when idle."""
         entry = self._entries.get(key)
-        if entry is not None and entry.served.sha256 != sha256:
-            _log.warning("version displaced", weights=str(key.ref()), had=entry.served.sha256, announced=sha256)
+        if entry is not None and entry.served.blake3 != blake3:
+            _log.warning("version displaced", weights=str(key.ref()), had=entry.served.blake3, announced=blake3)
             del self._entries[key]
             self._displaced.add(entry)
             self._retire(entry)
-        self._drop_evicted(lambda staged: staged.key == key and staged.served.sha256 != sha256)
+        self._drop_evicted(lambda staged: staged.key == key and staged.served.blake3 != blake3)
 
     def forget_run(self, run_id: str) -> None:
         """Unload everything of a deleted run as its requests end, and refuse what is about to arrive."""
@@ -232,7 +232,7 @@ class VersionRegistry:
         try:
             return await self._resolver.resolve(ref, tenant)
         except errors.TrainerUnavailable:
-            # A loaded checkpoint is served without the trainer; responses name its content by SHA-256.
+            # A loaded checkpoint is served without the trainer; responses name its content by BLAKE3.
             loaded = [key for key in self._entries if ref.checkpoint and key.checkpoint == ref.checkpoint]
             if not loaded:
                 raise

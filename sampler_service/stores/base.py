@@ -133,8 +133,8 @@ class Versions(Protocol):
         """Return whether a request for these weights can be answered without replacing the loaded ones."""
         ...
 
-    def displace(self, key: VersionKey, sha256: str) -> None:
-        """Displace content under the same number other than `sha256`: no new request uses it."""
+    def displace(self, key: VersionKey, blake3: str) -> None:
+        """Displace content under the same number other than `blake3`: no new request uses it."""
         ...
 
     def unload(self, ref: ModelRef, tenant: str) -> None:

@@ -80,7 +80,7 @@ class ModelSlot(SingleModelStore):
         self._queue: deque[_Waiter] = deque()
         self._switching: asyncio.Task[None] | None = None
         self._refused: dict[VersionKey, str] = {}
-        """Models that could not be loaded, with their SHA-256."""
+        """Models that could not be loaded, with their BLAKE3."""
         self._fetches: SharedFetches[StagedAdapter] = SharedFetches()
         self._wanted: Counter[VersionKey] = Counter()
         """Number of waiters and switches that need each model's files; at zero the files are discarded."""
@@ -115,12 +115,12 @@ class ModelSlot(SingleModelStore):
                 raise errors.InvalidArgument("the base model is not a version", field="model")
             return entry
 
-    def displace(self, key: VersionKey, sha256: str) -> None:
+    def displace(self, key: VersionKey, blake3: str) -> None:
         """Displace other content under the same number; requests in progress end on it."""
-        if self._refused.get(key, sha256) != sha256:
+        if self._refused.get(key, blake3) != blake3:
             del self._refused[key]
-        if self._entry is not None and key == self._key and self._entry.served.sha256 != sha256:
-            _log.warning("model displaced", weights=str(key.ref()), announced=sha256)
+        if self._entry is not None and key == self._key and self._entry.served.blake3 != blake3:
+            _log.warning("model displaced", weights=str(key.ref()), announced=blake3)
             self._replace(None)
 
     def forget_run(self, run_id: str) -> None:
@@ -257,7 +257,7 @@ class ModelSlot(SingleModelStore):
         except errors.PacelineError as error:
             failure = error
             if isinstance(error, errors.ModelNotLoadable):
-                self._refused[head.key] = head.staged.served.sha256 if head.staged else ""
+                self._refused[head.key] = head.staged.served.blake3 if head.staged else ""
         except Exception:
             _log.exception("model not changed", weights=str(head.key.ref()))
             failure = errors.Internal("the model could not be changed")

@@ -68,7 +68,7 @@ class InPlaceSlot(SingleModelStore):
 
     def __iter__(self) -> Iterator[LoadedVersion]:
         """Yield the served version once its manifest is known; before that it is not reported to the trainer."""
-        return iter([self._entry] if self._entry and self._entry.served.sha256 else [])
+        return iter([self._entry] if self._entry and self._entry.served.blake3 else [])
 
     def serves(self, ref: ModelRef) -> bool:
         return self._is_base if ref.is_base else self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
@@ -119,11 +119,11 @@ class InPlaceSlot(SingleModelStore):
             await self._engine.write_weights(staged.directory)
             await staged.verified()
 
-    def displace(self, key: VersionKey, sha256: str) -> None:
-        """Displace other content under the same number. The SHA-256 of a version just written is not known yet."""
+    def displace(self, key: VersionKey, blake3: str) -> None:
+        """Displace other content under the same number. The BLAKE3 of a version just written is not known yet."""
         entry = self._entry
-        if entry is not None and entry.key == key and entry.served.sha256 not in {"", sha256}:
-            _log.warning("weights displaced", run=key.run_id, version=key.version, announced=sha256)
+        if entry is not None and entry.key == key and entry.served.blake3 not in {"", blake3}:
+            _log.warning("weights displaced", run=key.run_id, version=key.version, announced=blake3)
             self._release()
 
     def forget_run(self, run_id: str) -> None:

@@ -16,7 +16,7 @@ from paceline.codec.models import served_model_from_proto
 from paceline.regular_files import NotRegularFile, lstat_files
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weights import absent, hash_file, is_model, verify_adapter, verify_model, weights_file
+from paceline.weights import absent, blake3_of, is_model, verify_adapter, verify_model, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 
 Files = Mapping[str, tuple[int, ...]]
@@ -30,14 +30,14 @@ class VersionKey:
     run_id: str = ""
     version: int = 0
     checkpoint: str = ""
-    sha256: str = ""
+    blake3: str = ""
     """Set for checkpoints only: their path can be overwritten, so the content is part of the key."""
 
     @classmethod
     def of(cls, model: ServedModel) -> VersionKey:
         """Return the key of a served model."""
         if model.checkpoint:
-            return cls(checkpoint=model.checkpoint, sha256=model.sha256)
+            return cls(checkpoint=model.checkpoint, blake3=model.blake3)
         return cls(run_id=model.run_id, version=model.version)
 
     def ref(self) -> ModelRef:
@@ -79,7 +79,7 @@ class StagedAdapter:
     on_disk: bool = False
     """Whether this sampler's own directory is on disk; otherwise it is staged in memory."""
     served: ServedModel = field(init=False)
-    """The model that the manifest describes; its SHA-256 is empty if the manifest has none until it is verified."""
+    """The model that the manifest describes; its BLAKE3 is empty if the manifest has none until it is verified."""
     key: VersionKey = field(init=False)
     in_memory: bool = field(init=False)
     """Whether it is in the staging directory."""
@@ -97,7 +97,7 @@ class StagedAdapter:
         """
         if self.verifying is not None:
             self.manifest = await self.verifying
-            self.served = replace(self.served, sha256=self.manifest.model.sha256)
+            self.served = replace(self.served, blake3=self.manifest.model.blake3)
         if self.files is not None and await asyncio.to_thread(self._is_replaced):
             raise ReplacedError("the files were replaced while they were loaded; ask again", field="model")
 
@@ -116,7 +116,7 @@ class StagedAdapter:
             verify_adapter(self.directory, self.manifest)
         elif not self.temporary:
             verify_model(self.directory, self.manifest)
-        elif hash_file(self.directory / weights_file(self.manifest)) != self.served.sha256:
+        elif blake3_of(self.directory / weights_file(self.manifest)) != self.served.blake3:
             raise errors.ChecksumMismatch("the bytes do not match the manifest; send them again", field="model")
         if files_of(self.directory) != files:
             raise ReplacedError("the files were replaced while they were verified; ask again", field="model")
@@ -130,7 +130,7 @@ class StagedAdapter:
 
     def check_same(self, other: StagedAdapter) -> None:
         """Refuse other content under the same key. Raises VersionExists."""
-        if self.served.sha256 != other.served.sha256:
+        if self.served.blake3 != other.served.blake3:
             raise errors.VersionExists("the version exists with other content; publish a new one", field="model")
 
     async def discard(self) -> None:

@@ -41,7 +41,7 @@ class PushReceiver:
                     case "chunk":
                         await receiver.write(Piece.of(part.chunk))
                     case "commit":
-                        return await _finish(await receiver.finish(), part.commit.sha256)
+                        return await _finish(await receiver.finish(), part.commit.blake3)
                     case _:
                         raise errors.InvalidArgument("must be a chunk or the commit after the manifest", field="part")
         raise errors.MissingField("is missing; end the stream with it", field="commit")
@@ -75,8 +75,8 @@ class PushReceiver:
             known = await self._trainer.describe(ModelRef(run_id=model.run_id, version=model.version), PEER_TENANT)
         except (errors.NotFound, errors.TrainerUnavailable):
             return
-        if known.model.sha256 != model.sha256:
-            message = f"the trainer has {known.model.sha256} under this number; push another number"
+        if known.model.blake3 != model.blake3:
+            message = f"the trainer has {known.model.blake3} under this number; push another number"
             raise errors.VersionExists(message, field="manifest.model.version")
 
 
@@ -94,8 +94,8 @@ async def read_pushed_manifest(parts: Parts) -> weights_pb.Manifest:
 
 async def _finish(staged: StagedAdapter, committed: str) -> StagedAdapter:
     try:
-        if committed != staged.served.sha256:
-            raise errors.ChecksumMismatch("does not match the received bytes", field="commit.sha256")
+        if committed != staged.served.blake3:
+            raise errors.ChecksumMismatch("does not match the received bytes", field="commit.blake3")
         await asyncio.to_thread(_check_content, staged)
     except FileNotFoundError as error:
         await staged.discard()

@@ -131,7 +131,7 @@ class AdapterReceiver:
     async def _verify_linked(self, sealed: Callable[[], Awaitable[pb.Manifest]] | None) -> pb.Manifest:
         """Verify a file that is linked from the trainer's staging directory, and return its manifest.
 
-        The file is the same memory for both, so CRC-32C suffices: it detects damage as well as SHA-256, which the
+        The file is the same memory for both, so CRC-32C suffices: it detects damage as well as BLAKE3, which the
         trainer computed over these bytes, in a fraction of the time. Nobody else can write there.
         """
         computed = await asyncio.to_thread(crc32c_of, self._file)

@@ -43,7 +43,7 @@ class Offer:
             manifest = await asyncio.shield(self.announced)
         without_checksums = pb.Manifest()
         without_checksums.CopyFrom(manifest)
-        without_checksums.model.ClearField("sha256")
+        without_checksums.model.ClearField("blake3")
         without_checksums.ClearField("crc32c")
         if without_checksums != self.draft:
             raise errors.ChecksumMismatch("the announced manifest differs from the offered one")

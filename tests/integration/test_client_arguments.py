@@ -187,7 +187,7 @@ async def test_an_argument_that_does_not_exist_is_refused_with_what_to_write_ins
 
 async def test_a_checkpoint_is_taken_where_its_path_is_and_a_future_names_its_result(client, training):
     path = f"paceline://{RUN}/sampler/a"
-    checkpoint = Checkpoint(path, RUN, CheckpointKind.SAMPLER, "a", 1, 1, "", datetime.now(UTC))
+    checkpoint = Checkpoint(path, RUN, CheckpointKind.SAMPLER, "a", 1, 1, "", "", datetime.now(UTC))
     assert client.create_sampling_client(checkpoint).model == client.create_sampling_client(path).model
     assert training.create_sampling_client(checkpoint).model.checkpoint == path
     future = training.forward(make_data())

@@ -116,7 +116,7 @@ async def test_versions_are_broadcast_verified_acknowledged_and_what_the_group_l
     acknowledged = await trainer.publish(model, 1)
     assert {ack.sampler_id for ack in acknowledged} == {"first", "second"}
     assert trainer.versions.fetched == [], "the bytes came over the group"
-    assert (await first.sample(version_ref(RUN, 1))).model.sha256 == acknowledged[0].sha256
+    assert (await first.sample(version_ref(RUN, 1))).model.blake3 == acknowledged[0].blake3
 
     await trainer.publish(model, 2, damage=True)
     assert trainer.versions.fetched == ["2", "2"], "damaged bytes are not loaded; whole ones are fetched"

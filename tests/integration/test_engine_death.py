@@ -120,14 +120,14 @@ async def test_a_checkpoint_that_was_overwritten_is_not_served_under_the_content
     async with sampling(model, port, tmp_path, bridge="volume") as client:
         ref = model_pb2.ModelRef(checkpoint=path)
         old = await client.sample(ref, temperature=0)
-        assert old.model.sha256 == before.model.sha256
+        assert old.model.blake3 == before.model.blake3
         after = make_checkpoint(volume, model, path, seed=2)
         await client.engine.stop()
         await comes_back(client)
         new = await client.sample(ref, temperature=0)
-        assert new.model.sha256 == after.model.sha256
+        assert new.model.blake3 == after.model.blake3
         loaded = (await client.call("ListVersions", pb.ListVersionsRequest())).versions
-        assert [one.model.sha256 for one in loaded] == [after.model.sha256]
+        assert [one.model.blake3 for one in loaded] == [after.model.blake3]
 
 
 async def test_a_whole_model_whose_bytes_changed_gives_way_to_the_base_model(model, volume, trainer, port, tmp_path):

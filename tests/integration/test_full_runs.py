@@ -128,7 +128,7 @@ def test_a_broadcast_model_is_written_into_the_running_engine(cluster, service, 
         first = training.publish_weights(wait_for="any").result().model
         assert_served(service, training, first)
         base_model, version = cluster.agreements(training.run_id)
-        assert (base_model.model.version, version.model) == (0, codec.served_model_to_proto(replace(first, sha256="")))
+        assert (base_model.model.version, version.model) == (0, codec.served_model_to_proto(replace(first, blake3="")))
         assert 0 < version.mean_difference < version.bound < 1e-3
 
         params = SamplingParams(max_tokens=200, ignore_eos=True)

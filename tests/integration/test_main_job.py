@@ -65,7 +65,7 @@ def test_a_sample_comes_provably_from_the_version_that_it_names(service, trainin
     new = training.publish_weights(wait_for="all").result()
     after = at(service, new.model).sample(PROMPT, 4, PARAMS).result()
     assert after.model == new.model != before.model == old.model
-    assert [ack.sha256 for ack in new.acknowledgements] == [new.model.sha256]
+    assert [ack.blake3 for ack in new.acknowledgements] == [new.model.blake3]
     for sequence in after.sequences:
         ours = trainer_logprobs(training, sequence.tokens)
         assert mean_difference(ours, sequence.logprobs) <= PARITY
@@ -118,7 +118,7 @@ def test_a_checkpoint_for_the_sampler_is_sampled_by_its_path(service, training):
     train(training, steps=2)
     checkpoint = training.save_weights_for_sampler("final").result()
     result = service.create_sampling_client(checkpoint.path).sample(PROMPT, 1, PARAMS).result()
-    assert (result.model.checkpoint, result.model.sha256) == (checkpoint.path, checkpoint.sha256)
+    assert (result.model.checkpoint, result.model.blake3) == (checkpoint.path, checkpoint.blake3)
     sequence = result.sequences[0]
     assert mean_difference(trainer_logprobs(training, sequence.tokens), sequence.logprobs) <= PARITY
 

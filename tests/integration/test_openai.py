@@ -131,7 +131,7 @@ def test_a_name_says_which_weights_answer_and_the_answer_says_which_did(cluster,
         assert answer.choices[0].token_ids == tokens_of(**meant), name
         told = {key: value for key, value in raw.headers.items() if key.startswith("x-paceline")}
         versions[name] = told.get("x-paceline-version"), told.get("x-paceline-checkpoint")
-        assert ("x-paceline-sha256" in told) == bool(meant)
+        assert ("x-paceline-blake3" in told) == bool(meant)
     assert versions == {
         "model": (None, None),
         "gpt-nothing": (None, None),

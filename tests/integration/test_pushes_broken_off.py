@@ -49,7 +49,7 @@ def parts(model, tmp_path):
     return [
         pb.UpdateWeightsRequest(manifest=manifest),
         *(pb.UpdateWeightsRequest(chunk=piece) for chunk in chunks for piece in _pieces(chunk)),
-        pb.UpdateWeightsRequest(commit=pb.Commit(sha256=manifest.model.sha256)),
+        pb.UpdateWeightsRequest(commit=pb.Commit(blake3=manifest.model.blake3)),
     ]
 
 

@@ -34,13 +34,13 @@ def publish(trainer, model, version, seed=None, run_id=RUN):
 
 
 async def acknowledged(trainer, manifest):
-    await until(lambda: manifest.model.sha256 in {ack.sha256 for ack in trainer.heard("acknowledgement")})
+    await until(lambda: manifest.model.blake3 in {ack.blake3 for ack in trainer.heard("acknowledgement")})
 
 
 async def push(client, manifest, weights):
     parts = [pb.UpdateWeightsRequest(manifest=manifest)]
     parts += [pb.UpdateWeightsRequest(chunk=chunk) for chunk in chunks_of(weights)]
-    parts.append(pb.UpdateWeightsRequest(commit=pb.Commit(sha256=manifest.model.sha256)))
+    parts.append(pb.UpdateWeightsRequest(commit=pb.Commit(blake3=manifest.model.blake3)))
     return await client.call("UpdateWeights", iter(parts))
 
 
@@ -58,7 +58,7 @@ async def test_the_trainers_content_takes_the_place_of_what_had_its_number(model
             await acknowledged(trainer, publish(trainer, model, 1, run_id=new_run_id()))
         after = publish(trainer, model, 1, seed=99)
         await acknowledged(trainer, after)
-        assert (await client.sample(version_ref(RUN, 1))).model.sha256 == after.model.sha256 != before.model.sha256
+        assert (await client.sample(version_ref(RUN, 1))).model.blake3 == after.model.blake3 != before.model.blake3
 
 
 async def test_requests_in_progress_end_on_what_they_began_with(model, trainer, client):
@@ -68,10 +68,10 @@ async def test_requests_in_progress_end_on_what_they_began_with(model, trainer, 
     messages = [await stream.read()]
     after = publish(trainer, model, 1, seed=99)
     await acknowledged(trainer, after)
-    assert (await client.sample(version_ref(RUN))).model.sha256 == after.model.sha256
+    assert (await client.sample(version_ref(RUN))).model.blake3 == after.model.blake3
     while message := await stream.read():
         messages.append(message)
-    assert {message.model.sha256 for message in messages} == {before.model.sha256}
+    assert {message.model.blake3 for message in messages} == {before.model.blake3}
     await until(lambda: _one_directory(client))
     assert not trainer.heard("release"), "version 1 is held all the time"
 
@@ -93,7 +93,7 @@ async def test_what_is_still_loaded_when_other_content_is_announced_does_not_kee
     newer = publish(trainer, model, 1, seed=99)
     await until(lambda: len(client.staged()) == 2)
     gate.set()
-    assert (await asked).model.sha256 in {older.model.sha256, newer.model.sha256}
+    assert (await asked).model.blake3 in {older.model.blake3, newer.model.blake3}
     await acknowledged(trainer, newer)
     assert not trainer.heard("refusal")
 
@@ -108,14 +108,14 @@ async def test_what_is_unloaded_and_published_anew_is_never_acknowledged_as_the_
     await push(client.be(PEER_TENANT), pushed, outside.version(RUN, 2) / WEIGHTS_FILE)
     announced = publish(trainer, model, 2)
     await acknowledged(trainer, announced)
-    assert (await client.sample(version_ref(RUN, 2))).model.sha256 == announced.model.sha256
+    assert (await client.sample(version_ref(RUN, 2))).model.blake3 == announced.model.blake3
     with pytest.raises(errors.VersionExists):
         await push(client.be(PEER_TENANT), pushed, outside.version(RUN, 2) / WEIGHTS_FILE)
 
 
 async def test_bytes_that_are_not_the_announced_ones_are_refused(model, trainer, client):
     manifest = make_version(trainer.volume, model, RUN, 1)
-    manifest.model.sha256 = "0" * 64
+    manifest.model.blake3 = "0" * 64
     trainer.announce(manifest)
     (refusal,) = await until(lambda: trainer.heard("refusal"))
     assert (refusal.reason, refusal.pending) == ("CHECKSUM_MISMATCH", False)

@@ -15,7 +15,7 @@ from paceline.layout import WEIGHTS_FILE, Volume, new_run_id
 from paceline.rpc.identity import PEER_TENANT
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
-from paceline.weights import hash_file
+from paceline.weights import blake3_of
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
 pytest_plugins = ["support.stacks.sampler_fixtures"]
@@ -30,10 +30,10 @@ def pushed(model, tmp_path):
     return manifest, Volume(tmp_path / "outside").version(RUN, 7) / WEIGHTS_FILE
 
 
-async def _push(client, manifest, weights, sha256=None):
+async def _push(client, manifest, weights, blake3=None):
     parts = [pb.UpdateWeightsRequest(manifest=manifest)]
     parts += [pb.UpdateWeightsRequest(chunk=chunk) for chunk in chunks_of(weights)]
-    parts.append(pb.UpdateWeightsRequest(commit=pb.Commit(sha256=sha256 or manifest.model.sha256)))
+    parts.append(pb.UpdateWeightsRequest(commit=pb.Commit(blake3=blake3 or manifest.model.blake3)))
     return await _send(client, parts)
 
 
@@ -48,10 +48,10 @@ async def test_a_pushed_version_is_active_when_the_push_is_answered(client, push
     service = client.be(PEER_TENANT)
     answer = await _push(service, *pushed)
     assert answer.acknowledgement.version == 7
-    assert answer.acknowledgement.sha256 == pushed[0].model.sha256
+    assert answer.acknowledgement.blake3 == pushed[0].model.blake3
     assert (await client.sample(version_ref(RUN, 7))).model == pushed[0].model
     assert (await client.sample(version_ref(RUN))).model.version == 7
-    assert (await _push(service, *pushed)).acknowledgement.sha256 == pushed[0].model.sha256
+    assert (await _push(service, *pushed)).acknowledgement.blake3 == pushed[0].model.blake3
     assert len(client.staged()) == 1
 
 
@@ -62,7 +62,7 @@ async def test_a_push_of_other_content_under_the_same_version_is_refused(model, 
     manifest = make_version(other, model, RUN, 7, seed=99)
     with pytest.raises(errors.VersionExists):
         await _push(service, manifest, other.version(RUN, 7) / WEIGHTS_FILE)
-    assert (await client.sample(version_ref(RUN, 7))).model.sha256 == pushed[0].model.sha256
+    assert (await client.sample(version_ref(RUN, 7))).model.blake3 == pushed[0].model.blake3
     assert len(client.staged()) == 1
 
 
@@ -93,7 +93,7 @@ async def test_a_push_of_a_run_that_is_deleted_while_its_bytes_arrive_is_refused
     await until(lambda: trainer.heard("release"))
     for chunk in chunks_of(weights):
         await call.write(pb.UpdateWeightsRequest(chunk=chunk))
-    await call.write(pb.UpdateWeightsRequest(commit=pb.Commit(sha256=manifest.model.sha256)))
+    await call.write(pb.UpdateWeightsRequest(commit=pb.Commit(blake3=manifest.model.blake3)))
     await call.done_writing()
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await call
@@ -107,7 +107,7 @@ async def test_nothing_of_a_bad_push_stays(client, pushed):
     manifest, weights = pushed
     head = pb.UpdateWeightsRequest(manifest=manifest)
     chunks = [pb.UpdateWeightsRequest(chunk=chunk) for chunk in chunks_of(weights)]
-    commit = pb.UpdateWeightsRequest(commit=pb.Commit(sha256=manifest.model.sha256))
+    commit = pb.UpdateWeightsRequest(commit=pb.Commit(blake3=manifest.model.blake3))
     with pytest.raises(errors.MissingField):
         await _send(service, [head, *chunks])
     with pytest.raises(errors.MissingField):
@@ -115,7 +115,7 @@ async def test_nothing_of_a_bad_push_stays(client, pushed):
     with pytest.raises(errors.ChecksumMismatch):
         await _send(service, [head, commit])
     with pytest.raises(errors.ChecksumMismatch):
-        await _push(service, manifest, weights, sha256="0" * 64)
+        await _push(service, manifest, weights, blake3="0" * 64)
     chunks[0].chunk.crc32c ^= 1
     with pytest.raises(errors.ChecksumMismatch):
         await _send(service, [head, *chunks, commit])
@@ -138,7 +138,7 @@ async def test_an_adapter_that_is_no_numbers_is_refused_by_the_name_of_the_tenso
     content = bytearray(weights.read_bytes())
     content[tensor.offset : tensor.offset + 4] = b"\0\0\xc0\x7f"
     weights.write_bytes(content)
-    manifest.model.sha256 = hash_file(weights)
+    manifest.model.blake3 = blake3_of(weights)
     with pytest.raises(errors.NonFinite) as failure:
         await _push(client.be(PEER_TENANT), manifest, weights)
     assert failure.value.field == tensor.name

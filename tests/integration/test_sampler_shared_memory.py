@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
 
 import pytest
+from blake3 import blake3
 from support.stacks.sampler_stack import until, version_ref
 from support.stacks.weight_stack import make_version
 
@@ -37,7 +37,7 @@ async def test_a_staged_version_is_linked_verified_and_acknowledged(model, volum
     manifest, file = publish(trainer, volume, model, staged, 1)
     trainer.announce(manifest)
     (ack,) = await until(lambda: trainer.heard("acknowledgement"))
-    assert ack.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert ack.blake3 == blake3(file.read_bytes()).hexdigest()
     assert not trainer.fetched
     (directory,) = client.staged()
     assert (directory / WEIGHTS_FILE).samefile(file)
@@ -99,7 +99,7 @@ async def test_an_offered_version_is_loaded_before_it_exists_and_answers_only_th
     assert not asking.done()
     trainer.announce(manifest)
     (ack,) = await until(lambda: trainer.heard("acknowledgement"))
-    assert ack.sha256 == (await asking).model.sha256 == manifest.model.sha256
+    assert ack.blake3 == (await asking).model.blake3 == manifest.model.blake3
     assert not trainer.fetched
 
 
@@ -144,5 +144,5 @@ async def test_an_offer_that_cannot_be_linked_comes_as_a_stream_once_it_exists(m
     trainer.offer(manifest, file.parents[3] / "elsewhere" / RUN / "1" / WEIGHTS_FILE)
     trainer.announce(manifest)
     (ack,) = await until(lambda: trainer.heard("acknowledgement"))
-    assert ack.sha256 == manifest.model.sha256
+    assert ack.blake3 == manifest.model.blake3
     assert trainer.fetched == ["1"]

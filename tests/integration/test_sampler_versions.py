@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
 
 import grpc
 import pytest
+from blake3 import blake3
 from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
 from support.stacks.weight_stack import BASE, Trainer, make_checkpoint, make_version, serving
 
@@ -33,7 +33,7 @@ async def test_an_announced_version_is_loaded_and_acknowledged_with_the_checksum
     (ack,) = await until(lambda: trainer.heard("acknowledgement"))
     weights = volume.version(RUN, 1) / WEIGHTS_FILE
     assert (ack.run_id, ack.version, ack.sampler_id) == (RUN, 1, "domestique")
-    assert ack.sha256 == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert ack.blake3 == blake3(weights.read_bytes()).hexdigest()
     assert ack.milliseconds > 0
     assert (await client.loaded())[1].size_bytes == weights.stat().st_size
 
@@ -58,7 +58,7 @@ async def test_versions_differ_from_the_base_model_and_from_each_other_and_say_w
     second, served_second = await client.logprobs(version_ref(RUN, 2))
     assert len({base, first, second}) == 3
     assert (served_first.version, served_second.version) == (1, 2)
-    assert served_first.sha256 != served_second.sha256
+    assert served_first.blake3 != served_second.blake3
 
 
 async def test_a_version_whose_computation_overflows_says_so_and_no_other_request_notices(
@@ -195,7 +195,7 @@ async def test_a_checkpoint_that_is_overwritten_is_served_with_its_new_content(m
     path = f"paceline://{RUN}/sampler/best"
     ref = model_pb2.ModelRef(checkpoint=path)
     old = make_checkpoint(volume, model, path, seed=1)
-    assert (await client.sample(ref)).model.sha256 == old.model.sha256
+    assert (await client.sample(ref)).model.blake3 == old.model.blake3
     new = make_checkpoint(volume, model, path, seed=2)
     assert (await client.sample(ref)).model == new.model
     shutil.rmtree(volume.root)
@@ -209,7 +209,7 @@ async def test_the_volume_bridge_waits_for_the_volume_and_copies_nothing(model, 
         trainer.announce(manifest)
         trainer.announce(manifest, f"runs/{RUN}/versions/1")
         (ack,) = await until(lambda: trainer.heard("acknowledgement"))
-        assert ack.sha256 == manifest.model.sha256
+        assert ack.blake3 == manifest.model.blake3
         assert [hello.needs_volume for hello in trainer.heard("hello")] == [True]
         assert (await client.sample(version_ref(RUN, 1))).model == manifest.model
         assert not trainer.fetched

@@ -109,7 +109,7 @@ async def test_each_ends_on_the_newest_version_by_itself(cluster, engine, traini
         assert network.swallowed
         for client in (cut_off, restarted, late):
             served = (await client.be(PEER_TENANT).sample(mine)).model
-            assert (served.version, served.sha256) == (newest.model.version, newest.model.sha256)
+            assert (served.version, served.blake3) == (newest.model.version, newest.model.blake3)
         last = await publish(training, wait_for="all")
         assert {ack.sampler_id for ack in last.acknowledgements} == {"cut off", "restarted", "late"}
 

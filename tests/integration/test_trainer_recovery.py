@@ -306,7 +306,7 @@ def test_a_trainer_that_stops_ends_the_watches_after_the_publishes_that_need_the
             model = next(message for message in watch if message.HasField("announcement")).announcement.manifest.model
             trainer.service.stop()
             wait_for(lambda: "draining" in trainer.text(), PATIENCE, trainer.text)
-            ack = weights_pb.Acknowledgement(run_id=model.run_id, version=1, sha256=model.sha256, sampler_id="one")
+            ack = weights_pb.Acknowledgement(run_id=model.run_id, version=1, blake3=model.blake3, sampler_id="one")
             said.put(weights_pb.WatchVersionsRequest(acknowledgement=ack))
             assert publishing.result(PATIENCE).version == 1
         assert not [message for message in watch if message.HasField("run_deleted")]

@@ -1,7 +1,6 @@
 """The trainer service as a process, called with the generated stubs."""
 
 import asyncio
-import hashlib
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from prometheus_client.parser import text_string_to_metric_families
@@ -666,15 +666,15 @@ async def test_a_watching_sampler_hears_of_a_version_fetches_it_and_its_acknowle
         part async for part in caller.weights.FetchVersion(weights_pb.FetchVersionRequest(model=ref), metadata=metadata)
     ]
     received = b"".join(part.chunk.data for part in parts[1:])
-    digest = hashlib.sha256(received).hexdigest()
+    digest = blake3(received).hexdigest()
     request = weights_pb.FetchVersionRequest(model=ref, accept_staged_path=True)
     _, staged = [part async for part in caller.weights.FetchVersion(request, metadata=metadata)]
     assert await asyncio.to_thread(Path(staged.staged_path).read_bytes) == received
     owners = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
     assert b"".join(part.chunk.data for part in owners[1:]) == received
-    assert parts[0].manifest.model.sha256 == manifest.model.sha256 == digest
+    assert parts[0].manifest.model.blake3 == manifest.model.blake3 == digest
     assert not publishing.done()
-    ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=1, sha256=digest, sampler_id="one")
+    ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=1, blake3=digest, sampler_id="one")
     await watch.write(weights_pb.WatchVersionsRequest(acknowledgement=ack))
     reply = await publishing
     assert [ack.sampler_id for ack in reply.acknowledgements] == ["one"]
@@ -699,7 +699,7 @@ async def test_a_version_is_copied_at_once_for_a_sampler_that_needs_the_volume(c
         on_volume, seconds = await announced(), perf_counter() - start
         assert (first.volume_path, on_volume.manifest) == ("", first.manifest)
         model = on_volume.manifest.model
-        ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=model.version, sha256=model.sha256)
+        ack = weights_pb.Acknowledgement(run_id=caller.run_id, version=model.version, blake3=model.blake3)
         await watch.write(weights_pb.WatchVersionsRequest(acknowledgement=ack))
         assert len((await publishing).acknowledgements) == 1
         return seconds
@@ -728,7 +728,7 @@ async def test_old_versions_are_dropped_unless_a_sampler_holds_them(caller, clus
     await watch.write(weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="holder")))
     published = await caller.publish(durable=True)
     ack = weights_pb.Acknowledgement(
-        run_id=caller.run_id, version=1, sha256=published.model.sha256, sampler_id="holder"
+        run_id=caller.run_id, version=1, blake3=published.model.blake3, sampler_id="holder"
     )
     await watch.write(weights_pb.WatchVersionsRequest(acknowledgement=ack))
     folder = cluster.state / "checkpoints" / "runs" / caller.run_id / "versions"
@@ -768,7 +768,7 @@ async def test_a_killed_trainer_costs_a_delay_and_no_step_and_no_version_number_
     await caller.forward_backward()
     step = await caller.optim_step()
     assert (step.step, step.grad_norm) == (3, reference.grad_norm)
-    assert await _weights_sha(caller, published.model.version) == published.model.sha256
+    assert await _weights_hash(caller, published.model.version) == published.model.blake3
     assert (await caller.publish()).model.version == published.model.version + 1
 
 
@@ -859,11 +859,11 @@ async def _reference(caller):
     return await caller.train(3)
 
 
-async def _weights_sha(caller, version):
+async def _weights_hash(caller, version):
     ref = model_pb2.ModelRef(version=model_pb2.VersionRef(run_id=caller.run_id, version=version))
     request = weights_pb.FetchVersionRequest(model=ref)
     parts = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
-    return hashlib.sha256(b"".join(part.chunk.data for part in parts[1:])).hexdigest()
+    return blake3(b"".join(part.chunk.data for part in parts[1:])).hexdigest()
 
 
 async def _when_available(call):

@@ -880,8 +880,8 @@ async def test_a_publish_that_executes_again_is_announced_as_the_newest_that_it_
     while not (messages := announced(silent)):  # noqa: ASYNC110 - a watcher's messages are taken without waiting
         await asyncio.sleep(0.01)
     assert set(messages) == {(1, 1)}
-    sha256 = weights.read_manifest(trainer.commander.version).model.sha256
-    await trainer.hub.acknowledge(silent, wpb.Acknowledgement(run_id=trainer.run.run_id, version=1, sha256=sha256))
+    blake3 = weights.read_manifest(trainer.commander.version).model.blake3
+    await trainer.hub.acknowledge(silent, wpb.Acknowledgement(run_id=trainer.run.run_id, version=1, blake3=blake3))
     assert [ack.version for ack in (await again).acknowledgements] == [1]
     first.cancel()
 
@@ -890,7 +890,7 @@ async def acknowledge(trainer, watcher):
     """Acknowledge the next version that is announced to a watcher."""
     model = (await watcher.outbox.get()).announcement.manifest.model
     await trainer.hub.acknowledge(
-        watcher, wpb.Acknowledgement(run_id=model.run_id, version=model.version, sha256=model.sha256)
+        watcher, wpb.Acknowledgement(run_id=model.run_id, version=model.version, blake3=model.blake3)
     )
 
 

@@ -114,6 +114,7 @@ class CheckpointStore:
                     step=step,
                     seq_id=seq_id,
                     base_sha256=base_sha256,
+                    is_saved=True,
                 )
                 await asyncio.to_thread(_seal, staging, describe, path.kind)
                 if wait_for_earlier is not None:
@@ -401,6 +402,7 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
             step=made.step,
             size_bytes=_size_of(opened),
             sha256=made.sha256,
+            blake3=made.blake3,
             create_time=made.create_time,
             expire_time=expires.moment if (expires := expiry.read(directory, made.digest)) else None,
         )
@@ -411,7 +413,7 @@ def _describe(path: CheckpointPath, directory: Path) -> Checkpoint:
         with layout.opened(directory) as opened:
             changed = datetime.fromtimestamp(opened.stat().st_mtime, UTC)
             size = _size_of(opened)
-            return make(step=0, size_bytes=size, sha256="", create_time=changed, damage=damage.message)
+            return make(step=0, size_bytes=size, sha256="", blake3="", create_time=changed, damage=damage.message)
 
 
 def _size_of(directory: Path) -> int:

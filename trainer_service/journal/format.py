@@ -113,8 +113,8 @@ class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
     facts: Facts = Facts()
     version: int = 0
     """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""
-    version_sha256: str = ""
-    """SHA-256 of that version; empty if there is none."""
+    version_blake3: str = ""
+    """BLAKE3-256 of that version; empty if there is none."""
     attachment: int = 0
     """Number of the attached client that sent the command; 0 if that client did not attach."""
 

@@ -16,8 +16,7 @@ import msgspec
 from paceline import layout
 from paceline.log import get_logger
 from paceline.regular_files import read_file
-from paceline.weights import find_damaged, write_sums
-from paceline.weights.manifest import SUMS_FILE
+from paceline.weights import Sums, find_damaged, write_sums
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import (
     AnswerRecord,
@@ -34,7 +33,7 @@ _ANSWERS, _FACTS = "answers", "facts.json"
 _MAGIC = b"PACEANS1"
 _KEPT = 2
 """Number of snapshots kept per run, so that damage to the newest costs only a longer replay."""
-OWN_FILES = frozenset({_ANSWERS, _FACTS, SUMS_FILE})
+OWN_FILES = frozenset({_ANSWERS, _FACTS, Sums.SHA256.value})
 """Files of a snapshot that the engine did not write."""
 
 _log = get_logger(__name__)

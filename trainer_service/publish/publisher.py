@@ -131,7 +131,7 @@ class Publisher:
             manifest, directory = await self._stage(run, version, seq_id, progress)
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
-            progress.version, progress.version_sha256 = version, manifest.model.sha256
+            progress.version, progress.version_blake3 = version, manifest.model.blake3
             run.latest_version = max(run.latest_version, version)
             expected = self._broadcast(manifest, directory)
         staged = perf_counter()
@@ -184,16 +184,16 @@ class Publisher:
                 number += 1
         run.next_version = number + 1
 
-    async def recreate(self, run: RunRecord, version: int, seq_id: int, sha256: str) -> None:
+    async def recreate(self, run: RunRecord, version: int, seq_id: int, blake3: str) -> None:
         """Recreate a version that command `seq_id` published and that is neither staged nor on the volume.
 
-        The run's weights are the same as then; `sha256` is the version's original checksum, empty if unknown.
+        The run's weights are the same as then; `blake3` is the version's original checksum, empty if unknown.
         """
         exists = self._staged(run.run_id, version) in self._manifests or self._final(run.run_id, version).exists()
         if exists or not self._is_recent(run.run_id, version):
             return
         try:
-            manifest, directory = await self._stage(run, version, seq_id, CommandProgress(), original=sha256)
+            manifest, directory = await self._stage(run, version, seq_id, CommandProgress(), original=blake3)
         except _DiffersError:
             _log.error("recreated version differs from the original; dropped", run=run.run_id, version=version)
             return
@@ -312,10 +312,10 @@ class Publisher:
         current = Path(await asyncio.to_thread(mkdtemp, prefix=layout.STAGED, dir=folder))
         try:
             await self._engine.save_adapter(run.run_id, current)
-            sha256 = await asyncio.to_thread(weights.hash_file, current / weights.weights_file(known))
+            blake3 = await asyncio.to_thread(weights.blake3_of, current / weights.weights_file(known))
         finally:
             await asyncio.to_thread(shutil.rmtree, current)
-        return sha256 == known.model.sha256
+        return blake3 == known.model.blake3
 
     async def _stage(
         self,
@@ -467,7 +467,7 @@ class Publisher:
 
 
 def _check_original(manifest: pb.Manifest, original: str | None) -> None:
-    if original not in {None, "", manifest.model.sha256}:
+    if original not in {None, "", manifest.model.blake3}:
         raise _DiffersError
 
 
@@ -485,7 +485,7 @@ def _seal_model(directory: Path, draft: pb.Manifest) -> pb.Manifest:
     """Write the manifest and checksums of a whole model into its directory."""
     manifest = weights.seal(directory, draft)
     weights.write_manifest(directory, manifest)
-    weights.write_sums(directory, manifest)
+    weights.write_sums(directory, manifest, weights.Sums.BLAKE3)
     return manifest
 
 

@@ -42,7 +42,7 @@ class Watcher:
 
     sampler_id: str
     held: dict[VersionKey, str]
-    """Version that the sampler holds -> SHA-256 that it reported; empty if it reported none."""
+    """Version that the sampler holds -> BLAKE3 that it reported; empty if it reported none."""
     newest: dict[str, int] = field(default_factory=dict)
     """Run -> version that the sampler took for the newest when it joined, if it said so."""
     joins_group: bool = False
@@ -76,13 +76,13 @@ class Watcher:
             return True
         others = (version for run_id, version in self.held if run_id == model.run_id)
         held = self.held.get((model.run_id, model.version))
-        return held not in {"", model.sha256} or max(others, default=0) > model.version
+        return held not in {"", model.blake3} or max(others, default=0) > model.version
 
 
 class WatchHub:
     """Announces versions and collects the samplers' answers.
 
-    An acknowledgement counts only if it carries the SHA-256 that was announced.
+    An acknowledgement counts only if it carries the BLAKE3 that was announced.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class WatchHub:
         self._newest: dict[str, pb.Announcement] = {}
         self._newest_on_volume: dict[str, pb.Announcement] = {}
         self._announced: dict[VersionKey, str] = {}
-        """SHA-256 of every announced version."""
+        """BLAKE3 of every announced version."""
         self._acks: dict[VersionKey, dict[str, pb.Acknowledgement]] = defaultdict(dict)
         self._refusals: dict[VersionKey, dict[str, pb.Refusal]] = defaultdict(dict)
         self._ended: set[str] = set()
@@ -180,7 +180,7 @@ class WatchHub:
     def announce(self, announcement: pb.Announcement) -> frozenset[str]:
         """Announce a version to every watcher; return their names."""
         model = announcement.manifest.model
-        self._announced[model.run_id, model.version] = model.sha256
+        self._announced[model.run_id, model.version] = model.blake3
         if self.newest(model.run_id) <= model.version:
             self._newest[model.run_id] = _for_later(announcement)
         if announcement.volume_path:
@@ -193,7 +193,7 @@ class WatchHub:
     def remember_on_volume(self, announcement: pb.Announcement) -> None:
         """Announce a version, unless a newer one is on the volume, to samplers that join later and need the volume."""
         model = announcement.manifest.model
-        self._announced[model.run_id, model.version] = model.sha256
+        self._announced[model.run_id, model.version] = model.blake3
         if _version(self._newest_on_volume.get(model.run_id)) <= model.version:
             self._newest_on_volume[model.run_id] = _for_later(announcement)
 
@@ -205,13 +205,13 @@ class WatchHub:
         """
         key = (ack.run_id, ack.version)
         announced = self._announced.get(key)
-        if announced not in {None, ack.sha256}:
-            message = f"serves {ack.sha256 or 'unnamed bytes'} as version {ack.version}, which is {announced}"
+        if announced not in {None, ack.blake3}:
+            message = f"serves {ack.blake3 or 'unnamed bytes'} as version {ack.version}, which is {announced}"
             reason = errors.ChecksumMismatch.reason
             refusal = pb.Refusal(run_id=ack.run_id, version=ack.version, reason=reason, message=message)
             await self.refuse(watcher, refusal)
         else:
-            watcher.held[key] = ack.sha256
+            watcher.held[key] = ack.blake3
             if announced is not None:
                 self._acks[key][watcher.sampler_id] = ack
                 self._refusals[key].pop(watcher.sampler_id, None)
@@ -227,7 +227,7 @@ class WatchHub:
         announced = self._announced.get(key)
         if announced and watcher.held.get(key) == announced:
             run_id, version = key
-            ack = pb.Acknowledgement(run_id=run_id, version=version, sha256=announced, sampler_id=watcher.sampler_id)
+            ack = pb.Acknowledgement(run_id=run_id, version=version, blake3=announced, sampler_id=watcher.sampler_id)
             self._acks[key].setdefault(watcher.sampler_id, ack)
             self._refusals[key].pop(watcher.sampler_id, None)
 

@@ -101,7 +101,7 @@ class WeightServicer(WeightServiceServicer):
             if first.WhichOneof("message") == "hello" and first.hello.sampler_id:
                 hello = first.hello
                 self._check_base(hello)
-                held = {(held.run_id, held.version): held.sha256 for held in hello.held}
+                held = {(held.run_id, held.version): held.blake3 for held in hello.held}
                 watcher = Watcher(
                     hello.sampler_id,
                     held,

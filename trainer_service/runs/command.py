@@ -150,7 +150,7 @@ class Answers:
 
 
 def answer_to_record(
-    command: Command, answer: Answer, facts: Facts, version: int = 0, version_sha256: str = ""
+    command: Command, answer: Answer, facts: Facts, version: int = 0, version_blake3: str = ""
 ) -> AnswerRecord:
     """Return the journal record of an answer, with the run's facts and the version that the command made."""
     failure = RecordedError.of(answer) if isinstance(answer, errors.PacelineError) else None
@@ -163,7 +163,7 @@ def answer_to_record(
         failure,
         facts,
         version,
-        version_sha256,
+        version_blake3,
         command.attachment,
     )
 

@@ -391,7 +391,7 @@ class Sequencer:
             facts = executor.facts()
             if pending.place is not None:
                 facts = facts.at(pending.place)
-            record = answer_to_record(command, answer, facts, progress.version, progress.version_sha256)
+            record = answer_to_record(command, answer, facts, progress.version, progress.version_blake3)
             must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
             await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")

@@ -72,7 +72,7 @@ class Completion:
     """Tokens sampled from the version that the answer named."""
 
     version: int
-    sha256: str
+    blake3: str
     prompt: np.ndarray
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -91,7 +91,7 @@ class Client:
     """seq_ids for which it sends a command that is refused."""
     answers: dict[int, str] = field(default_factory=dict)
     versions: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Number and SHA-256 of a version, by the seq_id of the command that published it."""
+    """Number and BLAKE3 of a version, by the seq_id of the command that published it."""
     completions: list[Completion] = field(default_factory=list)
     found: list[str] = field(default_factory=list)
     """Problems noticed during training."""
@@ -167,7 +167,7 @@ class Client:
             return
         self.answers[seq_id] = stable(reply)
         if method == "PublishWeights":
-            self.versions[seq_id] = (reply.model.version, reply.model.sha256)
+            self.versions[seq_id] = (reply.model.version, reply.model.blake3)
             if published is not None:
                 await published(self, seq_id)
             if self.samples:
@@ -198,7 +198,7 @@ class Client:
             self.found.append(f"seed {self.seed}: version {version} was asked for and {served} answered")
         tokens = codec.token_ids_from_proto(sequence.tokens, "tokens")
         logprobs = codec.tensor_from_proto(sequence.logprobs, "logprobs", {"float32"})
-        self.completions.append(Completion(served, reply.model.sha256, prompt, tokens, logprobs))
+        self.completions.append(Completion(served, reply.model.blake3, prompt, tokens, logprobs))
 
     async def _call(self, method, request):
         return await until_answered(self.trainer, method, request, self.metadata)

@@ -216,12 +216,12 @@ class Chaos:
         """Compare a version's samples with the scores of PEFT on a file with the same weights."""
         if seq_id not in disturbed.versions or self.joint_passes:
             return []
-        version, sha256 = disturbed.versions[seq_id]
+        version, blake3 = disturbed.versions[seq_id]
         completions = [completion for completion in disturbed.completions if completion.version == version]
         found = [
             f"seed {disturbed.seed}: a sample names version {version} and other bytes"
             for completion in completions
-            if completion.sha256 != sha256
+            if completion.blake3 != blake3
         ]
         directory = self.volume / "runs" / reference.run_id / "versions" / str(reference.versions[seq_id][0])
         while completions and not directory.exists():  # noqa: ASYNC110 - it is copied there without a notification

@@ -402,11 +402,11 @@ def lost_versions(volume: Path, script: Script, known: list[Item], open_items: l
             continue
         directory = volume / "runs" / script.run_id / "versions" / str(model.version)
         try:
-            kept = weights.read_manifest(directory).model.sha256
+            kept = weights.read_manifest(directory).model.blake3
         except (FileNotFoundError, errors.ChecksumMismatch) as error:
             found.append(f"{script.name}: durable version {model.version} was acknowledged and is lost: {error}")
         else:
-            if kept != model.sha256:
+            if kept != model.blake3:
                 found.append(f"{script.name}: durable version {model.version} is not what was acknowledged")
     return found
 

@@ -10,6 +10,7 @@ VOLATILE = {
     "create_time",
     "expire_time",
     "size_bytes",
+    "blake3",
     "sha256",
     "path",
 }

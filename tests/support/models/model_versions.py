@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from paceline.layout import new_run_id
 from paceline.types import ServedModel
-from paceline.weights import describe_weights, write_manifest, write_sums
+from paceline.weights import Sums, describe_weights, write_manifest, write_sums
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.sampler_stack import PROMPT, until, version_ref
 from support.stacks.weight_stack import BASE, TENANT
@@ -24,7 +24,7 @@ def make_model_version(volume, version, run_id=RUN, **config):
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
     manifest = describe_weights(directory, ServedModel(BASE, run_id, version), tenant=TENANT, step=version)
     write_manifest(directory, manifest)
-    write_sums(directory)
+    write_sums(directory, manifest, Sums.BLAKE3)
     return manifest
 
 
@@ -50,7 +50,7 @@ async def publish_and_check(volume, trainer, client, version):
     manifest = make_model_version(volume, version)
     announce(volume, trainer, manifest)
     ack = (await until(lambda: trainer.heard("acknowledgement")[version - 1 :]))[0]
-    assert (ack.version, ack.sha256) == (version, manifest.model.sha256)
+    assert (ack.version, ack.blake3) == (version, manifest.model.blake3)
     logprobs, served = await client.logprobs(version_ref(RUN))
     assert served == manifest.model
     assert close(logprobs, expected(volume.version(RUN, version)))

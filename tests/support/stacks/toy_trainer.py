@@ -206,7 +206,7 @@ class ToyTrainer(TrainerServiceServicer):
         return pb.LoadCheckpointResponse(run=codec.run_to_proto(self._run()))
 
     async def _publish(self, request):
-        model = model_pb2.ServedModel(base_model="toy", run_id=self.run_id, version=3, sha256="f0")
+        model = model_pb2.ServedModel(base_model="toy", run_id=self.run_id, version=3, blake3="f0")
         return pb.PublishWeightsResponse(model=model, stage_milliseconds=1.5, total_milliseconds=2.5)
 
     def _run(self):

@@ -116,7 +116,7 @@ class Trainer(WeightServiceServicer):
         """Offer a staged version whose checksums are not known yet."""
         draft = weights_pb.Manifest()
         draft.CopyFrom(manifest)
-        draft.model.ClearField("sha256")
+        draft.model.ClearField("blake3")
         draft.ClearField("crc32c")
         self.tell(weights_pb.WatchVersionsResponse(staged=weights_pb.Staged(manifest=draft, staged_path=str(path))))
 

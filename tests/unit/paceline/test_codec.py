@@ -89,7 +89,7 @@ runs = st.builds(
     st.dictionaries(texts, texts, max_size=3), st.lists(texts, max_size=3).map(tuple),
 )  # fmt: skip
 checkpoints = st.builds(
-    Checkpoint, texts, texts, st.sampled_from(CheckpointKind), texts, larges, larges, texts, moments,
+    Checkpoint, texts, texts, st.sampled_from(CheckpointKind), texts, larges, larges, texts, texts, moments,
     st.none() | moments,
 )  # fmt: skip
 

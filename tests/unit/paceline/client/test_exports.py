@@ -107,6 +107,7 @@ TRAINING_METHODS = frozenset(
 SAMPLING_METHODS = ["compute_logprobs", "get_base_model", "get_tokenizer", "sample", "sample_stream"]
 
 NOT_FOR_CLIENTS = {
+    "blake3",
     "torch",
     "vllm",
     "transformers",

@@ -318,14 +318,14 @@ async def test_the_owner_does_not_inherit_a_strangers_refusal(setup):
 async def test_the_same_version_with_other_content_is_refused_and_the_first_stays(setup, tmp_path):
     registry = setup.registry()
     ref = setup.publish(1)
-    sha256 = (await use(registry, ref)).served.sha256
+    blake3 = (await use(registry, ref)).served.blake3
     other = Volume(tmp_path / "other")
     manifest = make_version(other, setup.model, RUN, 1, seed=77)
     with pytest.raises(errors.VersionExists):
         pushed = StagedAdapter(manifest, other.version(RUN, 1), temporary=True)
         await registry.install(pushed, registry.arrivals.expect(RUN))
     assert not other.version(RUN, 1).exists()
-    assert registry.find(VersionKey(RUN, 1)).served.sha256 == sha256
+    assert registry.find(VersionKey(RUN, 1)).served.blake3 == blake3
 
 
 async def test_what_the_engine_refuses_is_not_loaded_and_leaves_no_files(setup, tmp_path):
@@ -459,7 +459,7 @@ async def test_a_checkpoint_overwritten_after_it_was_verified_is_served_by_its_n
     setup.bridge.before_load = overwrite
     lease = await use(registry, ModelRef(checkpoint=path))
     new = read_manifest(directory)
-    assert old.model.sha256 != new.model.sha256 == lease.served.sha256
+    assert old.model.blake3 != new.model.blake3 == lease.served.blake3
     assert (setup.bridge.fetches, len(registry)) == (2, 1)
     scored = await setup.engine.compute_logprobs(PROMPT, lease.adapter, TENANT)
     again = await setup.engine.add_adapter(fresh := Adapter(991, "new", directory))

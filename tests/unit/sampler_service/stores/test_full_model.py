@@ -42,7 +42,7 @@ class Bridge:
 
     async def describe(self, _ref, _tenant):
         manifest = pb.Manifest(tenant="team")
-        manifest.model.run_id, manifest.model.version, manifest.model.sha256 = RUN, 1, "a" * 64
+        manifest.model.run_id, manifest.model.version, manifest.model.blake3 = RUN, 1, "a" * 64
         return manifest
 
     async def fetch(self, ref, tenant):

@@ -141,7 +141,8 @@ async def test_what_is_taken_while_it_is_overwritten_is_one_save(store, tmp_path
         target.mkdir()
         await store.link_into(path, OWNER, target)
         manifest = weights.read_manifest(target)
-        assert weights.hash_file(target / WEIGHTS_FILE) == manifest.model.sha256
+        assert weights.sha256_of(target / WEIGHTS_FILE) == manifest.sha256
+        assert weights.blake3_of(target / WEIGHTS_FILE) == manifest.model.blake3
         if kind is CheckpointKind.STATE:
             values_taken = [load_file(target / name) for name in (WEIGHTS_FILE, "optimizer.safetensors")]
             assert values_taken[0]["a"][0, 0] == values_taken[1]["moment"][0]

@@ -18,14 +18,14 @@ KEY = (RUN, 1)
 OURS, THEIRS = "a" * 64, "b" * 64
 
 
-def announcement(version=1, sha256=OURS):
+def announcement(version=1, blake3=OURS):
     manifest = pb.Manifest()
-    manifest.model.run_id, manifest.model.version, manifest.model.sha256 = RUN, version, sha256
+    manifest.model.run_id, manifest.model.version, manifest.model.blake3 = RUN, version, blake3
     return pb.Announcement(manifest=manifest)
 
 
-def ack(sha256=OURS, version=1):
-    return pb.Acknowledgement(run_id=RUN, version=version, sha256=sha256)
+def ack(blake3=OURS, version=1):
+    return pb.Acknowledgement(run_id=RUN, version=version, blake3=blake3)
 
 
 def refusal(reason, *, pending=False, message=""):
@@ -61,7 +61,7 @@ async def test_an_acknowledgement_of_other_bytes_is_a_refusal_and_no_lease():
     assert failure.value.metadata == {"version": "1", "acknowledged": "0", "missing": "one"}
     assert KEY not in hub.leased()
     await hub.acknowledge(watcher, ack())
-    assert [one.sha256 for one in await settled(hub)] == [OURS]
+    assert [one.blake3 for one in await settled(hub)] == [OURS]
     assert KEY in hub.leased()
 
 
@@ -89,14 +89,14 @@ async def test_a_sampler_that_holds_a_version_when_it_watches_again_has_acknowle
         assert not waiting.done()
         waiting.cancel()
         waiting = asyncio.create_task(hub.wait(KEY, policy, hub.announce(announcement()), 30))
-    assert [(one.sampler_id, one.run_id, one.version, one.sha256) for one in await waiting] == [("one", *KEY, OURS)]
+    assert [(one.sampler_id, one.run_id, one.version, one.blake3) for one in await waiting] == [("one", *KEY, OURS)]
 
 
-@pytest.mark.parametrize("sha256", ["", THEIRS])
-async def test_a_sampler_that_holds_other_bytes_when_it_watches_again_has_acknowledged_nothing(sha256):
+@pytest.mark.parametrize("blake3", ["", THEIRS])
+async def test_a_sampler_that_holds_other_bytes_when_it_watches_again_has_acknowledged_nothing(blake3):
     hub = WatchHub()
     hub.announce(announcement())
-    await joined(hub, held={KEY: sha256})
+    await joined(hub, held={KEY: blake3})
     with pytest.raises(errors.AckTimeout):
         await settled(hub)
 

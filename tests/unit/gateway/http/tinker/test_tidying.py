@@ -20,7 +20,7 @@ def run_id(number):
 
 def checkpoint(number, name="a"):
     made, path = datetime.fromtimestamp(number, UTC), f"paceline://{run_id(number)}/state/{name}"
-    return Checkpoint(path, run_id(number), CheckpointKind.STATE, name, 1, 1, "", made)
+    return Checkpoint(path, run_id(number), CheckpointKind.STATE, name, 1, 1, "", "", made)
 
 
 class Trainer:
