@@ -1,4 +1,4 @@
-"""Admit calls: identify the caller, check that the method is open to tenants, wait for a free place."""
+"""Admit calls: identify the caller, check that the method is open to tenants, wait for its turn."""
 
 from __future__ import annotations
 
@@ -173,12 +173,12 @@ class FairQueue:
         waiting = len(self._waiting.get(tenant, ()))
         if waiting >= self._max_queued:
             raise errors.Overloaded(f"{waiting} calls of this tenant are already waiting; send fewer at the same time")
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, OrderedDict())[place] = None
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, OrderedDict())[turn] = None
         try:
-            await place
+            await turn
         except asyncio.CancelledError:
-            self._give_up(tenant, place)
+            self._give_up(tenant, turn)
             raise
 
     def release(self, tenant: str) -> None:
@@ -189,13 +189,13 @@ class FairQueue:
             del self._by_tenant[tenant]
         while (following := next(filter(self._has_place, self._waiting), None)) is not None:
             queue = self._waiting.pop(following)
-            place, _ = queue.popitem(last=False)
+            turn, _ = queue.popitem(last=False)
             if queue:
                 self._waiting[following] = queue
             # A call cancelled in this iteration of the event loop is still in the queue.
-            if not place.cancelled():
+            if not turn.cancelled():
                 self._take(following)
-                place.set_result(None)
+                turn.set_result(None)
 
     def _has_place(self, tenant: str) -> bool:
         return self._in_flight < self._max_in_flight and self._by_tenant[tenant] < self._max_per_tenant
@@ -204,12 +204,12 @@ class FairQueue:
         self._in_flight += 1
         self._by_tenant[tenant] += 1
 
-    def _give_up(self, tenant: str, place: asyncio.Future[None]) -> None:
-        if not place.cancelled():
+    def _give_up(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        if not turn.cancelled():
             self.release(tenant)
             return
         if queue := self._waiting.get(tenant):
-            queue.pop(place, None)
+            queue.pop(turn, None)
         if not queue:
             self._waiting.pop(tenant, None)
 

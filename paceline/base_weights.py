@@ -122,12 +122,12 @@ def _hash_tensors(file: Path, _key: str) -> tuple[str, ...]:
     try:
         tensors: dict[str, Any] = json.loads(header)
         tensors.pop("__metadata__", None)
-        places = {name: facts["data_offsets"] for name, facts in tensors.items()}
+        spans = {name: facts["data_offsets"] for name, facts in tensors.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise errors.ChecksumMismatch("is not a safetensors file", field=file.name) from error
     start = 8 + len(header)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as threads:
-        digests = threads.map(lambda place: _hash_range(file, start + place[0], start + place[1]), places.values())
+        digests = threads.map(lambda span: _hash_range(file, start + span[0], start + span[1]), spans.values())
         return tuple(
             json.dumps([name, facts["dtype"], facts["shape"], digest]) + "\n"
             for (name, facts), digest in zip(tensors.items(), digests, strict=True)

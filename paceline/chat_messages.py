@@ -117,88 +117,88 @@ def texts_of(content: str | list[dict[str, str]] | None) -> list[str]:
     return [text for text in parts if text]
 
 
-def _message(message: Any, place: str) -> Message:
+def _message(message: Any, field: str) -> Message:
     if not isinstance(message, dict):
-        raise errors.InvalidArgument.must_be("an object", place)
+        raise errors.InvalidArgument.must_be("an object", field)
     given = {name: value for name, value in message.items() if value is not None and value != []}
     for name in given.keys() - MESSAGE_FIELDS:
-        raise errors.UnknownField("is not known; leave it out", field=f"{place}.{name[:80]}")
+        raise errors.UnknownField("is not known; leave it out", field=f"{field}.{name[:80]}")
     role = given.get("role")
     if role is None or role == "":
-        raise errors.MissingField("is not set; give a name, such as user or assistant", field=f"{place}.role")
+        raise errors.MissingField("is not set; give a name, such as user or assistant", field=f"{field}.role")
     if not isinstance(role, str):
-        raise errors.InvalidArgument.must_be("a name, such as user or assistant", f"{place}.role")
+        raise errors.InvalidArgument.must_be("a name, such as user or assistant", f"{field}.role")
     if role in _ALWAYS_WITH_CONTENT and "content" not in given:
-        raise errors.MissingField("is not set; give the message's text", field=f"{place}.content")
-    read: Message = {"role": role, "content": _content(given.get("content"), f"{place}.content")}
-    reasoning = _reasoning(given, place)
+        raise errors.MissingField("is not set; give the message's text", field=f"{field}.content")
+    read: Message = {"role": role, "content": _content(given.get("content"), f"{field}.content")}
+    reasoning = _reasoning(given, field)
     if reasoning is not None:
         read["reasoning"] = reasoning
     if "tool_calls" in given:
         read["content"] = read["content"] or None  # An empty text beside calls is no part of its own.
-        read["tool_calls"] = list(_calls(given["tool_calls"], f"{place}.tool_calls"))
+        read["tool_calls"] = list(_calls(given["tool_calls"], f"{field}.tool_calls"))
     for name in ("tool_call_id", "name"):
         if name in given:
-            read[name] = _text(given[name], f"{place}.{name}")
-    _check_role_has(read, given, place)
+            read[name] = _text(given[name], f"{field}.{name}")
+    _check_role_has(read, given, field)
     return read
 
 
-def _check_role_has(read: Message, given: Mapping[str, Any], place: str) -> None:
+def _check_role_has(read: Message, given: Mapping[str, Any], field: str) -> None:
     """Check that no field is given that is passed on for another role only."""
     owners = {"tool_calls": ASSISTANT, "tool_call_id": "tool"} | dict.fromkeys(REASONING_NAMES, ASSISTANT)
     for name, owner in owners.items():
         if name in given and read["role"] != owner:
-            raise errors.InvalidArgument(f"belongs to messages of role {owner} only", field=f"{place}.{name}")
+            raise errors.InvalidArgument(f"belongs to messages of role {owner} only", field=f"{field}.{name}")
 
 
-def _content(content: Any, place: str) -> str | list[dict[str, str]] | None:
+def _content(content: Any, field: str) -> str | list[dict[str, str]] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise errors.InvalidArgument.must_be("text, or a list of text parts", place)
+        raise errors.InvalidArgument.must_be("text, or a list of text parts", field)
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise errors.Unsupported("accepts only text", field=place)
+            raise errors.Unsupported("accepts only text", field=field)
         for name in part.keys() - _PART_FIELDS:
-            raise errors.UnknownField("is not known in a part; leave it out", field=f"{place}.{name[:80]}")
+            raise errors.UnknownField("is not known in a part; leave it out", field=f"{field}.{name[:80]}")
     return [{"type": "text", "text": part["text"]} for part in content]
 
 
-def _reasoning(given: Mapping[str, Any], place: str) -> str | None:
+def _reasoning(given: Mapping[str, Any], field: str) -> str | None:
     names = [name for name in REASONING_NAMES if name in given]
-    values = [_text(given[name], f"{place}.{name}") for name in names]
+    values = [_text(given[name], f"{field}.{name}") for name in names]
     if len(set(values)) > 1:
-        raise errors.InvalidArgument(f"differs from {names[0]}, which means the same", field=f"{place}.{names[-1]}")
+        raise errors.InvalidArgument(f"differs from {names[0]}, which means the same", field=f"{field}.{names[-1]}")
     return values[0] if values else None
 
 
-def _calls(calls: Any, place: str) -> Iterator[dict[str, Any]]:
+def _calls(calls: Any, field: str) -> Iterator[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise errors.InvalidArgument.must_be("a list of calls", place)
+        raise errors.InvalidArgument.must_be("a list of calls", field)
     for index, call in enumerate(calls):
-        yield _call(call, index, f"{place}[{index}]")
+        yield _call(call, index, f"{field}[{index}]")
 
 
-def _call(call: Any, index: int, place: str) -> dict[str, Any]:
+def _call(call: Any, index: int, field: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise _no_function(call, "a call of type function, with its function", place)
+        raise _no_function(call, "a call of type function, with its function", field)
     for name in call.keys() - _CALL_FIELDS:
-        raise errors.UnknownField("is not known in a call; leave it out", field=f"{place}.{name[:80]}")
+        raise errors.UnknownField("is not known in a call; leave it out", field=f"{field}.{name[:80]}")
     if call.get("index", index) not in (index, None):
-        raise errors.InvalidArgument("must be the call's position; leave it out", field=f"{place}.index")
+        raise errors.InvalidArgument("must be the call's position; leave it out", field=f"{field}.index")
     for name in function.keys() - {"name", "arguments"}:
-        raise errors.UnknownField("is not known in a call; leave it out", field=f"{place}.function.{name[:80]}")
-    found = {"name": _text(function.get("name"), f"{place}.function.name")}
+        raise errors.UnknownField("is not known in a call; leave it out", field=f"{field}.function.{name[:80]}")
+    found = {"name": _text(function.get("name"), f"{field}.function.name")}
     if not found["name"]:
-        raise errors.MissingField("is not set; name the function", field=f"{place}.function.name")
-    read = {} if call.get("id") is None else {"id": _text(call["id"], f"{place}.id")}
-    arguments = _arguments(function.get("arguments"), f"{place}.function.arguments")
+        raise errors.MissingField("is not set; name the function", field=f"{field}.function.name")
+    read = {} if call.get("id") is None else {"id": _text(call["id"], f"{field}.id")}
+    arguments = _arguments(function.get("arguments"), f"{field}.function.arguments")
     return {**read, "type": "function", "function": {**found, "arguments": arguments}}
 
 
-def _arguments(given: Any, place: str) -> dict[str, Any]:
+def _arguments(given: Any, field: str) -> dict[str, Any]:
     """Return a call's arguments; None and an empty text mean that there are none."""
     if given is None or given == "":
         return {}
@@ -207,16 +207,16 @@ def _arguments(given: Any, place: str) -> dict[str, Any]:
         try:
             parsed = json.loads(given, object_pairs_hook=_distinct)
         except _AmbiguousError as problem:
-            raise errors.InvalidArgument(str(problem), field=place) from problem
+            raise errors.InvalidArgument(str(problem), field=field) from problem
         except (ValueError, RecursionError) as problem:
             message = "is not JSON; send an object of arguments, or a broken call as the text of content"
-            raise errors.InvalidArgument(message, field=place) from problem
+            raise errors.InvalidArgument(message, field=field) from problem
     if not isinstance(parsed, dict):
-        raise errors.InvalidArgument.must_be("an object of arguments, or its JSON text", place)
+        raise errors.InvalidArgument.must_be("an object of arguments, or its JSON text", field)
     try:
         json.dumps(parsed, allow_nan=False)
     except ValueError as problem:
-        raise errors.NonFinite("holds a number that is not finite, which JSON cannot write", field=place) from problem
+        raise errors.NonFinite("holds a number that is not finite, which JSON cannot write", field=field) from problem
     return parsed
 
 
@@ -233,23 +233,23 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tool(tool: Any, place: str) -> dict[str, Any]:
+def _tool(tool: Any, field: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
-        raise _no_function(tool, "a tool of type function, with its function", place)
+        raise _no_function(tool, "a tool of type function, with its function", field)
     for name in tool.keys() - _TOOL_FIELDS:
-        raise errors.UnknownField("is not known in a tool; leave it out", field=f"{place}.{name[:80]}")
+        raise errors.UnknownField("is not known in a tool; leave it out", field=f"{field}.{name[:80]}")
     for name in function.keys() - set(_FUNCTION_FIELDS):
-        raise errors.UnknownField("is not known in a tool; leave it out", field=f"{place}.function.{name[:80]}")
+        raise errors.UnknownField("is not known in a tool; leave it out", field=f"{field}.function.{name[:80]}")
     name, description, parameters, strict = (function.get(field) for field in _FUNCTION_FIELDS)
     if not isinstance(name, str) or not name:
-        raise errors.MissingField("is not set; name the function", field=f"{place}.function.name")
+        raise errors.MissingField("is not set; name the function", field=f"{field}.function.name")
     if not isinstance(description, str | None):
-        raise errors.InvalidArgument.must_be("text", f"{place}.function.description")
+        raise errors.InvalidArgument.must_be("text", f"{field}.function.description")
     if not isinstance(parameters, dict | None):
-        raise errors.InvalidArgument.must_be("a JSON Schema", f"{place}.function.parameters")
+        raise errors.InvalidArgument.must_be("a JSON Schema", f"{field}.function.parameters")
     if not isinstance(strict, bool | None):
-        raise errors.InvalidArgument.must_be("true or false", f"{place}.function.strict")
+        raise errors.InvalidArgument.must_be("true or false", f"{field}.function.strict")
     more = {} if strict is None else {"strict": strict}
     given = {"name": name, "description": description, "parameters": parameters or _NO_PARAMETERS, **more}
     return {"type": "function", "function": given}
@@ -297,14 +297,14 @@ def _check_list(value: Any, field: str, wanted: str) -> None:
         raise errors.EmptyBatch(f"must be {wanted}", field=field)
 
 
-def _no_function(value: Any, wanted: str, place: str) -> errors.InvalidArgument:
+def _no_function(value: Any, wanted: str, field: str) -> errors.InvalidArgument:
     """Return the error of a call or a tool that is none."""
     if not isinstance(value, dict):
-        return errors.InvalidArgument.must_be(wanted, place)
-    return errors.InvalidArgument(f"must be {wanted}", field=place)
+        return errors.InvalidArgument.must_be(wanted, field)
+    return errors.InvalidArgument(f"must be {wanted}", field=field)
 
 
-def _text(value: Any, place: str) -> str:
+def _text(value: Any, field: str) -> str:
     if not isinstance(value, str):
-        raise errors.InvalidArgument.must_be("text", place)
+        raise errors.InvalidArgument.must_be("text", field)
     return value

@@ -135,12 +135,12 @@ class ChatTemplate:
         Raises InvalidArgument, Unsupported.
         """
         last = len(messages) - 1
-        place = f"messages[{last}]"
+        field = f"messages[{last}]"
         texts = self._texts(messages, tools, last)
         prompt = self._encode(texts.prompt)
         if not prompt:
             raise errors.InvalidArgument("starts with the response; a response needs a prompt", field="messages")
-        self._check_ends_nowhere(messages[-1], place)
+        self._check_ends_nowhere(messages[-1], field)
         response = self._encode(texts.response)
         end = next((index for index, token in enumerate(response) if token in self._ends), None)
         if end is not None:
@@ -149,7 +149,7 @@ class ChatTemplate:
         else:
             response = self._ended(messages, tools, texts.response)
         if len(response) == 1:
-            raise errors.InvalidArgument("is empty when rendered by the model's chat template", field=place)
+            raise errors.InvalidArgument("is empty when rendered by the model's chat template", field=field)
         return Turn(prompt, response)
 
     @cached_property
@@ -176,11 +176,11 @@ class ChatTemplate:
         message = "the model's chat template renders a response differently from the prompt for one"
         raise errors.InvalidArgument(message, field="messages")
 
-    def _check_ends_nowhere(self, message: Message, place: str) -> None:
+    def _check_ends_nowhere(self, message: Message, field: str) -> None:
         """Check that no text of a response contains a token that would end it."""
         for text in _texts_in(message):
             if not self._ends.isdisjoint(self._encode(text)):
-                raise errors.InvalidArgument("contains the token that ends a response", field=place)
+                raise errors.InvalidArgument("contains the token that ends a response", field=field)
 
     def _check_is_whole(self, messages: Sequence[Message], tools: Tools) -> None:
         """Check that the template writes nothing of a response after a token that ends it."""
@@ -215,13 +215,13 @@ class ChatTemplate:
         """Check that messages of other roles are not written as the user's or the assistant's."""
         whole = self._render(marked.messages, marked.tools, add_generation_prompt=False)
         for role in {message["role"] for message in marked.messages} - {"user", ASSISTANT}:
-            place = next(index for index, message in enumerate(marked.messages) if message["role"] == role)
+            index = next(index for index, message in enumerate(marked.messages) if message["role"] == role)
             for other in ("user", ASSISTANT):
                 changed = [{**each, "role": other} if each["role"] == role else each for each in marked.messages]
                 with suppress(errors.InvalidArgument):  # a template that refuses the other does not mistake this one
                     if self._render(changed, marked.tools, add_generation_prompt=False) == whole:
                         message = f"is {role}, which the model's chat template writes as it writes {other}"
-                        raise errors.Unsupported(message, field=f"messages[{place}].role")
+                        raise errors.Unsupported(message, field=f"messages[{index}].role")
 
     def _render(self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool) -> str:
         source = self._source(tools)

@@ -28,7 +28,7 @@ _MISNAMED = "is not written by the model's chat template, and is not the name in
 @dataclass(frozen=True, slots=True)
 class _Mark:
     text: str
-    place: str
+    field: str
     message: int
     """Index of the message, or _TOOLS."""
     problem: str
@@ -66,7 +66,7 @@ class MarkedConversation:
         low = _TOOLS if first == 0 else first
         for each in self.marks:
             if low <= each.message <= last and each.text not in text:
-                raise errors.Unsupported(each.problem, field=each.place)
+                raise errors.Unsupported(each.problem, field=each.field)
 
     def split(self, message: int, text: str) -> tuple[str, str]:
         """Return the part of a text from a message's first mark to its last, and what follows it."""
@@ -93,93 +93,93 @@ class _Marker:
         return [self._tool(tool["function"], f"tools[{index}]") for index, tool in enumerate(tools)]
 
     def message(self, index: int, message: Message, results: _Results) -> Message:
-        self._message, place = index, f"messages[{index}]"
-        marked = {**message, "content": self._content(message, f"{place}.content")}
+        self._message, field = index, f"messages[{index}]"
+        marked = {**message, "content": self._content(message, f"{field}.content")}
         if message.get("reasoning"):
-            marked["reasoning"] = self._new(f"{place}.reasoning", _UNREASONED)
+            marked["reasoning"] = self._new(f"{field}.reasoning", _UNREASONED)
         if "tool_calls" in message:
             marked["tool_calls"] = [
-                self._call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(message["tool_calls"])
+                self._call(call, f"{field}.tool_calls[{number}]") for number, call in enumerate(message["tool_calls"])
             ]
         is_linked, is_named = results.answer(message) if message["role"] in {"tool", "function"} else (False, False)
         if "tool_call_id" in message:
             problem = "" if is_linked else _UNLINKED
-            marked["tool_call_id"] = self._same("id", message["tool_call_id"], f"{place}.tool_call_id", problem)
+            marked["tool_call_id"] = self._same("id", message["tool_call_id"], f"{field}.tool_call_id", problem)
         if "name" in message:
             problem = "" if is_named else _MISNAMED if message["role"] == "tool" else _IGNORED
             is_result = message["role"] in {"tool", "function"}
             marked["name"] = (
-                self._same("name", message["name"], f"{place}.name", problem)
+                self._same("name", message["name"], f"{field}.name", problem)
                 if is_result
-                else self._new(f"{place}.name")
+                else self._new(f"{field}.name")
             )
         return marked
 
-    def _content(self, message: Message, place: str) -> str | list[dict[str, str]] | None:
+    def _content(self, message: Message, field: str) -> str | list[dict[str, str]] | None:
         content = message["content"]
         if isinstance(content, list):
-            return [{"type": "text", "text": self._text(part["text"], message["role"], place)} for part in content]
-        return None if content is None else self._text(content, message["role"], place)
+            return [{"type": "text", "text": self._text(part["text"], message["role"], field)} for part in content]
+        return None if content is None else self._text(content, message["role"], field)
 
-    def _text(self, text: str, role: str, place: str) -> str:
+    def _text(self, text: str, role: str, field: str) -> str:
         """Mark a text; in the assistant's, what is inside a thought and outside of it has marks of its own."""
         pieces = _THOUGHT.split(text) if role == ASSISTANT else [text]
         return "".join(
-            piece if index % 2 or not piece.strip() else self._new(place) for index, piece in enumerate(pieces)
+            piece if index % 2 or not piece.strip() else self._new(field) for index, piece in enumerate(pieces)
         )
 
-    def _call(self, call: dict[str, Any], place: str) -> dict[str, Any]:
-        function, place_of_function = call["function"], f"{place}.function"
-        name = self._same("name", function["name"], f"{place_of_function}.name", _IGNORED)
-        arguments = self._value(function["arguments"], f"{place_of_function}.arguments")
+    def _call(self, call: dict[str, Any], field: str) -> dict[str, Any]:
+        function, field_of_function = call["function"], f"{field}.function"
+        name = self._same("name", function["name"], f"{field_of_function}.name", _IGNORED)
+        arguments = self._value(function["arguments"], f"{field_of_function}.arguments")
         marked = {**call, "function": {"name": name, "arguments": arguments}}
         if "id" in call:  # It has done its work if the results are linked.
-            marked["id"] = self._same("id", call["id"], f"{place}.id", "")
+            marked["id"] = self._same("id", call["id"], f"{field}.id", "")
         return marked
 
-    def _value(self, value: Any, place: str) -> Any:
+    def _value(self, value: Any, field: str) -> Any:
         if isinstance(value, dict):
-            return {self._new(place): self._value(part, place) for part in value.values()}
+            return {self._new(field): self._value(part, field) for part in value.values()}
         if isinstance(value, list):
-            return [self._value(part, place) for part in value]
-        return self._new(place)
+            return [self._value(part, field) for part in value]
+        return self._new(field)
 
-    def _tool(self, function: dict[str, Any], place: str) -> dict[str, Any]:
-        place = f"{place}.function"
-        marked = {**function, "name": self._new(f"{place}.name")}
+    def _tool(self, function: dict[str, Any], field: str) -> dict[str, Any]:
+        field = f"{field}.function"
+        marked = {**function, "name": self._new(f"{field}.name")}
         if function["description"]:
-            marked["description"] = self._new(f"{place}.description")
+            marked["description"] = self._new(f"{field}.description")
         parameters = function["parameters"]
         properties = parameters.get("properties") if parameters else None
         if isinstance(properties, dict):
-            names = {name: self._new(f"{place}.parameters.properties.{name[:80]}") for name in properties}
+            names = {name: self._new(f"{field}.parameters.properties.{name[:80]}") for name in properties}
             required = parameters.get("required")
             changed = {"required": [names.get(name, name) for name in required]} if isinstance(required, list) else {}
             renamed = {
-                names[name]: self._described(value, f"{place}.parameters.properties.{name[:80]}")
+                names[name]: self._described(value, f"{field}.parameters.properties.{name[:80]}")
                 for name, value in properties.items()
             }
             marked["parameters"] = {**parameters, "properties": renamed, **changed}
         return {"type": "function", "function": marked}
 
-    def _described(self, schema: Any, place: str) -> Any:
+    def _described(self, schema: Any, field: str) -> Any:
         """Mark the description of a parameter, if it has one."""
         if not isinstance(schema, dict) or not isinstance(schema.get("description"), str) or not schema["description"]:
             return schema
-        return {**schema, "description": self._new(f"{place}.description")}
+        return {**schema, "description": self._new(f"{field}.description")}
 
-    def _same(self, kind: str, value: str, place: str, problem: str) -> str:
+    def _same(self, kind: str, value: str, field: str, problem: str) -> str:
         """Return the mark of an id or a name; no `problem` means that the template need not write it."""
         if (kind, value) not in self._shared:
             self._shared[kind, value] = self._next()
         text = self._shared[kind, value]
         if problem:
-            self.marks.append(_Mark(text, place, self._message, problem))
+            self.marks.append(_Mark(text, field, self._message, problem))
         return text
 
-    def _new(self, place: str, problem: str = _IGNORED) -> str:
+    def _new(self, field: str, problem: str = _IGNORED) -> str:
         text = self._next()
-        self.marks.append(_Mark(text, place, self._message, problem))
+        self.marks.append(_Mark(text, field, self._message, problem))
         return text
 
     def _next(self) -> str:

@@ -183,8 +183,8 @@ class ConversationRenderer:
                 conversation = _parse(body, max_context_length)
                 rendered.append(self._render(conversation, max_context_length))
             except errors.PacelineError as error:
-                place = f"conversations[{index}]"
-                error.field = f"{place}.{error.field}" if error.field else place
+                field = f"conversations[{index}]"
+                error.field = f"{field}.{error.field}" if error.field else field
                 raise
             work += conversation.work
             tokens += sum(len(datum.model_input) for datum in rendered[-1])
@@ -266,13 +266,13 @@ def _check_trained(messages: Sequence[Message], trained: Sequence[int]) -> None:
 
 
 def _check_message(message: Message, index: int, *, is_trained: bool) -> None:
-    place = f"messages[{index}]"
+    field = f"messages[{index}]"
     if message["role"] not in _ROLES:
-        raise errors.InvalidArgument(f"must be one of {', '.join(_ROLES)}", field=f"{place}.role")
+        raise errors.InvalidArgument(f"must be one of {', '.join(_ROLES)}", field=f"{field}.role")
     texts = texts_of(message["content"])
     says_nothing = not "".join(texts).strip() and not message.get("reasoning") and "tool_calls" not in message
     if is_trained and says_nothing:
-        raise errors.InvalidArgument("is empty, which would train the model to say nothing", field=f"{place}.content")
+        raise errors.InvalidArgument("is empty, which would train the model to say nothing", field=f"{field}.content")
     if message["role"] == "system" and any(text.startswith(_BILLING) for text in texts):
         problem = f"starts with {_BILLING}, a line that is dropped when the model is served; leave it out"
-        raise errors.InvalidArgument(problem, field=f"{place}.content")
+        raise errors.InvalidArgument(problem, field=f"{field}.content")

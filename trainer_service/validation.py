@@ -136,11 +136,11 @@ def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[st
 def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
     length = len(datum.model_input)
     for name, values in datum.loss_inputs.items():
-        place = f"{field}.loss_inputs[{name}].shape"
+        where = f"{field}.loss_inputs[{name}].shape"
         if len(values) != length:
-            raise errors.InvalidShape(f"has {len(values)} values for {length} tokens; send one per token", field=place)
+            raise errors.InvalidShape(f"has {len(values)} values for {length} tokens; send one per token", field=where)
         if values.ndim > 1 and (name not in spec.multi or values.size == 0):
-            raise errors.InvalidShape(f"is {list(values.shape)}; {spec.name} accepts one value per token", field=place)
+            raise errors.InvalidShape(f"is {list(values.shape)}; {spec.name} accepts one value per token", field=where)
     targets = datum.loss_inputs["target_tokens"].shape
     for name in spec.multi:
         if (shape := datum.loss_inputs[name].shape) != targets:

@@ -32,8 +32,8 @@ _MOST = {FieldDescriptor.CPPTYPE_UINT32: (1 << 32) - 1, FieldDescriptor.CPPTYPE_
 """The largest numbers of the unsigned types."""
 
 
-def make(cls: Callable[P, M], place: str = "", /, *args: P.args, **fields: P.kwargs) -> M:
-    """Return a message of class `cls` with these fields; `place` comes before the names of fields in errors.
+def make(cls: Callable[P, M], prefix: str = "", /, *args: P.args, **fields: P.kwargs) -> M:
+    """Return a message of class `cls` with these fields; `prefix` comes before the names of fields in errors.
 
     Raises OutOfRange for a number outside its field's range, InvalidArgument for anything else that does not fit.
     """
@@ -44,11 +44,11 @@ def make(cls: Callable[P, M], place: str = "", /, *args: P.args, **fields: P.kwa
         return cls(*args, **fields)
     except _REFUSALS:
         for name, value in fields.items():
-            _check(cast("type[Message]", cls), name, value, place)
+            _check(cast("type[Message]", cls), name, value, prefix)
         raise
 
 
-def _check(cls: type[Message], name: str, value: Any, place: str = "") -> None:
+def _check(cls: type[Message], name: str, value: Any, prefix: str = "") -> None:
     """Raise what `make` raises if this field cannot hold this value."""
     field = cast("FieldDescriptor | None", cls.DESCRIPTOR.fields_by_name.get(name))
     if field is None:  # stubs of an older contract: protobuf's own error says so
@@ -57,7 +57,7 @@ def _check(cls: type[Message], name: str, value: Any, place: str = "") -> None:
         try:
             cls(**{name: argument})
         except _REFUSALS as problem:
-            where = f"{place}{name}{part}"
+            where = f"{prefix}{name}{part}"
             if isinstance(problem, TypeError) or wanted == _DICT:
                 raise errors.InvalidArgument.of_type(held, wanted, where) from problem
             if isinstance(held, Integral):
@@ -74,7 +74,7 @@ def _out_of_range(field: FieldDescriptor, number: int, wanted: str) -> str:
 
 
 def _parts(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield the parts of a field's value: its place in the field, an argument of this part alone, it, what is wanted.
+    """Yield the parts of a field's value: its index in the field, an argument of this part alone, it, what is wanted.
 
     A part is an element of a list, a key or a value of a dict, and anything else as a whole.
     """

@@ -55,16 +55,16 @@ class SharedGpuError(MissingRanksError):
 
 def main() -> None:
     """Join the group, then run jobs until the input ends or a member is lost."""
-    place = GroupMembership(**json.loads(sys.argv[1]))
+    membership = GroupMembership(**json.loads(sys.argv[1]))
     events = _reserve_stdout()
     jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     try:
-        _join(place, events)
+        _join(membership, events)
         _emit(events, event="joined")
         while True:
             job = jobs.get()
-            _transfer(place, job["path"], job["size"])
+            _transfer(membership, job["path"], job["size"])
             _emit(events, event="done")
     except Exception as error:
         missing = error.ranks if isinstance(error, MissingRanksError) else ()
@@ -90,22 +90,27 @@ def _emit(events: TextIO, **message: Any) -> None:
     events.flush()
 
 
-def _join(place: GroupMembership, events: TextIO) -> None:
-    host, _, port = place.address.rpartition(":")
+def _join(membership: GroupMembership, events: TextIO) -> None:
+    host, _, port = membership.address.rpartition(":")
     own = _own_address(host)
-    store = _listen(host, int(port)) if place.rank == 0 else TCPStore(host, int(port), timeout=_JOIN_TIMEOUT)
-    if place.rank == 0:
+    store = _listen(host, int(port)) if membership.rank == 0 else TCPStore(host, int(port), timeout=_JOIN_TIMEOUT)
+    if membership.rank == 0:
         _emit(events, event="listening", port=store.port)
-    gpu = _select_gpu() if place.backend == "nccl" else None
+    gpu = _select_gpu() if membership.backend == "nccl" else None
     uuid = "" if gpu is None else str(torch.cuda.get_device_properties(gpu).uuid)
-    meet(PrefixStore(str(place.generation), store), place, uuid)
-    group_store = PrefixStore(f"{place.generation}/met", store)
+    meet(PrefixStore(str(membership.generation), store), membership, uuid)
+    group_store = PrefixStore(f"{membership.generation}/met", store)
     if interface := _interface(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    seconds = timedelta(seconds=place.seconds)
+    seconds = timedelta(seconds=membership.seconds)
     dist.init_process_group(
-        place.backend, store=group_store, rank=place.rank, world_size=place.size, timeout=seconds, device_id=gpu
+        membership.backend,
+        store=group_store,
+        rank=membership.rank,
+        world_size=membership.size,
+        timeout=seconds,
+        device_id=gpu,
     )
 
 
@@ -118,18 +123,18 @@ def _listen(host: str, port: int) -> TCPStore:
     )
 
 
-def meet(store: Store, place: GroupMembership, gpu: str) -> None:
+def meet(store: Store, membership: GroupMembership, gpu: str) -> None:
     """Wait until every member has joined, each on its own GPU. `gpu` is this member's GPU UUID; empty without GPUs.
 
     Raises MissingRanksError and, at rank 0, SharedGpuError; the other ranks then fail because rank 0 exits.
     """
-    store.set(str(place.rank), gpu or f"rank {place.rank}")
-    ranks = range(place.size)
+    store.set(str(membership.rank), gpu or f"rank {membership.rank}")
+    ranks = range(membership.size)
     try:
         store.wait([str(rank) for rank in ranks], _JOIN_TIMEOUT)
     except dist.DistStoreError as error:
         raise MissingRanksError([rank for rank in ranks if not store.check([str(rank)])]) from error
-    if place.rank:
+    if membership.rank:
         store.wait(["go"], _JOIN_TIMEOUT)
         return
     places = [store.get(str(rank)) for rank in ranks]
@@ -168,17 +173,17 @@ def _interface(address: str) -> str:
     return ""
 
 
-def _transfer(place: GroupMembership, path: str | None, size: int) -> None:
+def _transfer(membership: GroupMembership, path: str | None, size: int) -> None:
     """Broadcast a file's bytes from rank 0 in chunks, directly from and into memory-mapped files."""
     if path is None:
         content = torch.empty(size, dtype=torch.uint8)
     else:
-        content = torch.from_file(path, shared=place.rank != 0, size=size, dtype=torch.uint8)
+        content = torch.from_file(path, shared=membership.rank != 0, size=size, dtype=torch.uint8)
     for piece in torch.split(content, CHUNK_BYTES):
-        if place.backend == "gloo":
+        if membership.backend == "gloo":
             dist.broadcast(piece, src=0)
         else:
-            _broadcast_on_gpu(piece, sends=place.rank == 0)
+            _broadcast_on_gpu(piece, sends=membership.rank == 0)
 
 
 def _broadcast_on_gpu(piece: torch.Tensor, *, sends: bool) -> None:

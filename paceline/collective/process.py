@@ -18,7 +18,7 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class GroupMembership:
-    """One member's place in one generation of the group."""
+    """One member's part in one generation of the group."""
 
     backend: str
     """gloo, or nccl for GPUs."""
@@ -37,17 +37,17 @@ class GroupMember:
     Any failure, of this member or another, raises PeerLost: the group is then unusable and a new generation is made.
     """
 
-    def __init__(self, process: Process, place: GroupMembership) -> None:
-        self.generation = place.generation
+    def __init__(self, process: Process, membership: GroupMembership) -> None:
+        self.generation = membership.generation
         self._process = process
-        self._place = place
+        self._membership = membership
         self._busy = asyncio.Lock()
 
     @classmethod
-    async def start(cls, place: GroupMembership) -> Self:
+    async def start(cls, membership: GroupMembership) -> Self:
         """Start the process without waiting for it to join."""
-        command = (sys.executable, "-m", "paceline.collective.member", json.dumps(asdict(place)))
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), place)
+        command = (sys.executable, "-m", "paceline.collective.member", json.dumps(asdict(membership)))
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), membership)
 
     async def listening(self) -> int:
         """Return the port of the store; only for rank 0."""
@@ -64,7 +64,7 @@ class GroupMember:
         async with self._busy:
             try:
                 self._send({"path": None if path is None else str(path), "size": size})
-                await self._receive("done", self._place.seconds)
+                await self._receive("done", self._membership.seconds)
             except BaseException:
                 # After any failure, the members may no longer be at the same transfer.
                 self._kill()

@@ -121,13 +121,13 @@ def check_message(message: Message) -> None:
         try:
             checks[field.number](value)
         except errors.PacelineError as error:
-            raise _placed(error, field.name) from None
+            raise _within(error, field.name) from None
 
 
-def _placed(error: errors.PacelineError, place: str) -> errors.PacelineError:
-    """Prefix an error's field with a place."""
+def _within(error: errors.PacelineError, name: str) -> errors.PacelineError:
+    """Prefix an error's field with the name of what holds it."""
     separator = "." if error.field and not error.field.startswith("[") else ""
-    error.field = f"{place}{separator}{error.field}"
+    error.field = f"{name}{separator}{error.field}"
     return error
 
 
@@ -146,13 +146,13 @@ def _check_of(field: FieldDescriptor) -> _Check:
     def check_elements(elements: Any) -> None:
         if len(elements) > most:
             raise errors.OutOfRange(f"has {len(elements)} elements; at most {most} are accepted")
-        for place, element in elements.items() if named else enumerate(elements):
-            if isinstance(place, str) and len(place.encode()) > MAX_KEY_BYTES:
-                raise errors.OutOfRange(f"has a name of {len(place.encode())} bytes; at most {MAX_KEY_BYTES}")
+        for name, element in elements.items() if named else enumerate(elements):
+            if isinstance(name, str) and len(name.encode()) > MAX_KEY_BYTES:
+                raise errors.OutOfRange(f"has a name of {len(name.encode())} bytes; at most {MAX_KEY_BYTES}")
             try:
                 check(element)
             except errors.PacelineError as error:
-                raise _placed(error, f"[{place}]") from None
+                raise _within(error, f"[{name}]") from None
 
     return check_elements
 

@@ -54,11 +54,11 @@ def _check_port(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _name, place in found:
+        for family, kind, protocol, _name, target in found:
             with socket.socket(family, kind, protocol) as probe:
                 # As the services do: a port whose last connections are still closing counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
+                probe.bind(target)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise CannotStart(

@@ -121,23 +121,23 @@ class TenantQueue:
                 self._queue(requests)
 
     def _serve_next(self, requests: _TenantRequests) -> None:
-        place, completions = requests.waiting.popitem(last=False)
+        turn, completions = requests.waiting.popitem(last=False)
         self.waiting -= completions
         # A request cancelled in this iteration of the event loop has not left the queue yet.
-        if not place.cancelled():
-            place.set_result(self._serve(requests, completions))
+        if not turn.cancelled():
+            turn.set_result(self._serve(requests, completions))
 
     async def _wait(self, requests: _TenantRequests, completions: int) -> int:
-        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        requests.waiting[place] = completions
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        requests.waiting[turn] = completions
         self.waiting += completions
         self._queue(requests)
         try:
-            return await place
+            return await turn
         except asyncio.CancelledError:
-            if not place.cancelled():  # its turn came just before the cancellation: the places are taken
+            if not turn.cancelled():  # its turn came just before the cancellation: the places are taken
                 self.release(requests, completions)
-            elif requests.waiting.pop(place, None) is not None:
+            elif requests.waiting.pop(turn, None) is not None:
                 self.waiting -= completions
             raise
 

@@ -28,12 +28,12 @@ class ByteGate:
     async def hold(self, size: int) -> AsyncIterator[None]:
         """Wait until `size` bytes fit, and hold them while the block runs."""
         if self._waiting or not self._fits(size):
-            place = asyncio.get_running_loop().create_future()
-            self._waiting.append((place, size))
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((turn, size))
             try:
-                await place
+                await turn
             except asyncio.CancelledError:
-                if place.cancelled():
+                if turn.cancelled():
                     self._admit_waiting()
                 else:  # it was admitted at the same moment
                     self._release(size)
@@ -59,33 +59,33 @@ class ByteGate:
 
     def _admit_waiting(self) -> None:
         while self._waiting and (self._waiting[0][0].cancelled() or self._fits(self._waiting[0][1])):
-            place, size = self._waiting.popleft()
-            if not place.cancelled():
+            turn, size = self._waiting.popleft()
+            if not turn.cancelled():
                 self._acquire(size)
-                place.set_result(None)
+                turn.set_result(None)
 
 
 class FifoGate:
     """Lets each entrant proceed when all that entered before it have left."""
 
     def __init__(self) -> None:
-        self._places: deque[asyncio.Event] = deque()
+        self._turns: deque[asyncio.Event] = deque()
 
     @contextmanager
     def enter(self) -> Iterator[asyncio.Event]:
         """Queue until the end of the block; the event is set when all that entered before have left."""
-        place = asyncio.Event()
-        self._places.append(place)
+        turn = asyncio.Event()
+        self._turns.append(turn)
         self._wake_first()
         try:
-            yield place
+            yield turn
         finally:
-            self._places.remove(place)
+            self._turns.remove(turn)
             self._wake_first()
 
     def _wake_first(self) -> None:
-        if self._places:
-            self._places[0].set()
+        if self._turns:
+            self._turns[0].set()
 
 
 class Foreground:

@@ -154,34 +154,34 @@ class Batch:
             raise errors.OutOfRange(message, field="datums")
         data, tokens = list[datum_pb2.Datum](), 0
         for index, raw in enumerate(given.datums):
-            place = f"datums[{index}]"
-            datum = read_struct(bytes(raw), WireDatum, _PAGE, place)
-            data.append(_datum_of(datum, place))
+            field = f"datums[{index}]"
+            datum = read_struct(bytes(raw), WireDatum, _PAGE, field)
+            data.append(_datum_of(datum, field))
             tokens += max(1, int(np.count_nonzero(datum.advantages)))
         return cls(given.session_id, loss_fn, data, tokens)
 
 
-def _datum_of(datum: WireDatum, place: str) -> datum_pb2.Datum:
+def _datum_of(datum: WireDatum, field: str) -> datum_pb2.Datum:
     """Convert a datum. Its loss is the mean over the tokens with non-zero advantage."""
-    advantages = _floats(datum.advantages, f"{place}.advantages")
+    advantages = _floats(datum.advantages, f"{field}.advantages")
     counted = advantages != 0
     inputs: dict[str, Array] = {
-        "target_tokens": _tokens(datum.target_tokens, f"{place}.target_tokens"),
-        "logprobs": _floats(datum.logprobs, f"{place}.logprobs"),
+        "target_tokens": _tokens(datum.target_tokens, f"{field}.target_tokens"),
+        "logprobs": _floats(datum.logprobs, f"{field}.logprobs"),
         "advantages": advantages / np.float32(max(1, counted.sum())),
         "mask": counted.astype(np.uint8),
     }
     return datum_pb2.Datum(
-        model_input=codec.tensor_to_proto(_tokens(datum.model_input_tokens, f"{place}.model_input_tokens")),
+        model_input=codec.tensor_to_proto(_tokens(datum.model_input_tokens, f"{field}.model_input_tokens")),
         loss_inputs={name: codec.tensor_to_proto(values) for name, values in inputs.items()},
     )
 
 
-def _tokens(values: list[int], place: str) -> Array:
-    with sendable(place):
+def _tokens(values: list[int], field: str) -> Array:
+    with sendable(field):
         return np.array(values, np.int64)
 
 
-def _floats(values: list[float], place: str) -> Array:
-    with sendable(place), np.errstate(over="ignore"):
+def _floats(values: list[float], field: str) -> Array:
+    with sendable(field), np.errstate(over="ignore"):
         return np.array(values, np.float32)

@@ -77,11 +77,11 @@ class TrainRequest(Struct, forbid_unknown_fields=True):
             raise errors.EmptyBatch("is empty, as is pairs; send one of them", field="conversations")
         return found
 
-    def field_of(self, place: str) -> str:
+    def field_of(self, theirs: str) -> str:
         """Return the field that a place in `bodies`, as the trainer's errors name it, was made from."""
-        found = _BODY.match(place)
+        found = _BODY.match(theirs)
         if found is None or (index := int(found[1]) - len(self.conversations)) < 0:
-            return place
+            return theirs
         return f"pairs[{index}]" + {"0": ".prompt", "1": ".response"}.get(found[2], "")
 
 
@@ -92,22 +92,22 @@ class CheckpointRequest(Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=128)] = ""
 
 
-def read(content: bytes, kind: type[T], place: str = "") -> T:
-    """Parse JSON. `place` is its position in the body. Raises UnreadableMessage, UnknownField, InvalidArgument."""
-    return read_struct(content, kind, "docs/online.md", place, _WANTED)
+def read(content: bytes, kind: type[T], field: str = "") -> T:
+    """Parse JSON. `field` is its position in the body. Raises UnreadableMessage, UnknownField, InvalidArgument."""
+    return read_struct(content, kind, "docs/online.md", field, _WANTED)
 
 
-def _conversation(content: bytes, place: str) -> bytes:
+def _conversation(content: bytes, field: str) -> bytes:
     """Check a conversation and return it as a JSON object."""
     if content[:1] == b"[":
         content = b'{"messages":' + content + b"}"
     try:
-        conversation = read(content, Conversation, place)
+        conversation = read(content, Conversation, field)
     except errors.UnknownField as error:
-        if error.field == f"{place}.role":
+        if error.field == f"{field}.role":
             message = "is a message; a conversation is a list of messages: put one more pair of brackets around them"
-            raise errors.InvalidArgument(message, field=place) from error
+            raise errors.InvalidArgument(message, field=field) from error
         raise
     if not any(message.role == "assistant" and message.weight for message in conversation.messages):
-        raise errors.InvalidArgument("has no message of role assistant with weight 1", field=f"{place}.messages")
+        raise errors.InvalidArgument("has no message of role assistant with weight 1", field=f"{field}.messages")
     return content

@@ -147,11 +147,11 @@ def measure_stock(
     for run, data in probe.items():
         with _adapted(model, adapters[run]) as factors:
             results[run] = [_compute(model, datum, factors) for datum in data]
-            few = [place for place in _ROUNDED if place < len(data) and known is None]
-            exact += [results[run][place] for place in few]
+            few = [number for number in _ROUNDED if number < len(data) and known is None]
+            exact += [results[run][number] for number in few]
             if few:
                 with _perturbed_outputs(model):
-                    perturbed += [_compute(model, data[place], factors) for place in few]
+                    perturbed += [_compute(model, data[number], factors) for number in few]
     logprobs = {run: [own.logprobs for own in sequences] for run, sequences in results.items()}
     if not all(np.isfinite(own).all() for run in logprobs.values() for own in run):
         raise Unsupported(f"{type(model).__name__} gives log-probabilities that are not finite.")
@@ -288,10 +288,10 @@ def _logprobs(model: PreTrainedModel, datum: Datum, length: int | None = None) -
 
 @torch.no_grad()
 def _check_causal(model: PreTrainedModel, probe: Probe, stock: Stock) -> None:
-    run, place = next(iter(probe)), _ROUNDED[0]
-    whole, length = stock.logprobs[run][place], len(stock.logprobs[run][place]) // 2
+    run, number = next(iter(probe)), _ROUNDED[0]
+    whole, length = stock.logprobs[run][number], len(stock.logprobs[run][number]) // 2
     with _adapted(model, stock.adapters[run]):
-        part = _logprobs(model, probe[run][place], length).cpu().numpy()
+        part = _logprobs(model, probe[run][number], length).cpu().numpy()
     if rms(part - whole[:length]) > stock.logprob_bound:
         text = model.config.get_text_config(decoder=True).to_dict()
         empty = [name for name, value in text.items() if "window" in name and type(value) is int and value <= 0]

@@ -60,10 +60,10 @@ class ForwardBackwardJob:
         scatter_logprobs(self._outputs, pack, logprobs)
         self._counted.update(segment.index for segment in pack.segments)
         self._totals.add(totals)
-        for place, gradient in enumerate(gradients):
-            sum_so_far = self._gradients[place]
+        for index, gradient in enumerate(gradients):
+            sum_so_far = self._gradients[index]
             if sum_so_far is None:
-                self._gradients[place] = gradient
+                self._gradients[index] = gradient
             elif gradient is not None:
                 sum_so_far.add_(gradient)
 

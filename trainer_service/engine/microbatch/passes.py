@@ -338,7 +338,7 @@ def _smaller_passes(passes: Passes, *, out_of_memory: bool) -> list[Passes]:
 
 def _only(passes: Passes, rank: int, shares: Sequence[PassShare]) -> Passes:
     """Return passes that are empty for all ranks but one."""
-    return [shares if place == rank else [] for place in range(len(passes))]
+    return [shares if index == rank else [] for index in range(len(passes))]
 
 
 def _half(shares: Sequence[PassShare], *, second: bool) -> Sequence[PassShare]:

@@ -173,13 +173,13 @@ class _LoraLinear(autograd.Function):
         dx = gradients[0] @ weight if ctx.needs_input_grad[0] else None
         factors: list[Tensor] = []
         for update, down, up, low in zip(ctx.updates, saved[::3], saved[1::3], saved[2::3], strict=True):
-            place = slice(update.span.start, update.span.stop)
-            rows, dout = x[place], gradients[0][place].to(down.dtype)
+            span = slice(update.span.start, update.span.stop)
+            rows, dout = x[span], gradients[0][span].to(down.dtype)
             mask, through = update.mask(rows), (dout @ up).mul_(update.scaling)
             if dx is not None and mask is None:
-                _add_product(dx[place], through, down)
+                _add_product(dx[span], through, down)
             elif dx is not None:
-                dx[place] += (through @ down).mul_(mask)
+                dx[span] += (through @ down).mul_(mask)
             rows = (rows if mask is None else rows * mask).to(down.dtype)
             factors += [(through.t() @ rows).float(), _outer(dout, low)]
         return dx, None, None, None, *factors

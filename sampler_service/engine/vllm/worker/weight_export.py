@@ -166,8 +166,8 @@ def keep_plain(model: nn.Module) -> None:
 def hugging_face_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter by its name in the checkpoint; fused parameters are split, and padding is cut off."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for place, module in model.named_modules(remove_duplicate=False):
-        path = place.removesuffix(".base_layer")  # vLLM's name for a layer that a LoRA layer wraps
+    for full_name, module in model.named_modules(remove_duplicate=False):
+        path = full_name.removesuffix(".base_layer")  # vLLM's name for a layer that a LoRA layer wraps
         parent, _, last = path.rpartition(".")
         for kind, parameter in module.named_parameters(recurse=False):
             whole, names = parameter.detach(), packed.get(last, [])
@@ -212,8 +212,8 @@ def _place_in_segment(model: nn.Module, directory: Path) -> Places:
         os.close(descriptor)
     segment, offset = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8), 0
     for parameter in parameters:
-        place = segment[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-        parameter.data = place.copy_(parameter.data)
+        memory = segment[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        parameter.data = memory.copy_(parameter.data)
         offset += _aligned(parameter)
     places.storages[segment.untyped_storage().data_ptr()] = (0, SharedStorage(size, path.name))
     return places
