@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from time import monotonic
+from typing import Literal, Self
 from uuid import uuid4
 
 from paceline import codec, errors
@@ -22,6 +24,19 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
 from paceline.types.hints import hinted
 from paceline.types.training import as_names
+
+Outstanding = Literal["wait", "cancel", "report"]
+"""What an attaching client does about commands that an earlier one left."""
+
+_OUTSTANDING: Mapping[str, pb.OutstandingPolicy.ValueType] = {
+    "wait": pb.OUTSTANDING_POLICY_WAIT,
+    "cancel": pb.OUTSTANDING_POLICY_CANCEL,
+    "report": pb.OUTSTANDING_POLICY_REPORT,
+}
+_ENDED = {pb.COMMAND_STATE_NOT_ARRIVED, pb.COMMAND_STATE_SUCCEEDED, pb.COMMAND_STATE_REFUSED}
+_ATTACH_SECONDS = 10.0
+"""How long one AttachRun waits for what earlier clients left, so that the log says what is waited for."""
+_log = logging.getLogger("paceline")
 
 MAX_IN_FLIGHT = 500
 """Limits bursts: a server drops calls above its own limits, and more calls in flight gain nothing."""
@@ -162,15 +177,43 @@ class ServiceClient(Catalog):
 
     create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
 
-    async def get_training_client_async(self, run_id: str) -> TrainingClient:
+    async def get_training_client_async(self, run_id: str, *, outstanding: Outstanding = "wait") -> TrainingClient:
         """Attach to a run; its next command follows the last one that was accepted.
 
         Only the newest client trains a run: later commands of earlier clients are refused with ClientSuperseded. To
-        inspect a run without training it, use `get_run`. Errors: RunNotFound.
+        inspect a run without training it, use `get_run`.
+
+        outstanding: what to do about commands of earlier clients that were accepted and have not ended. "wait" until
+            they have, so that `get_info` tells the run as the next command finds it; "cancel" those that have not
+            started and wait for the others; "report" does neither. The log names them.
+
+        Errors: RunNotFound, InvalidArgument, and TimedOut if they have not ended within `Timeouts.training`; the run
+        is attached to all the same.
         """
-        request = codec.make(pb.AttachRunRequest, run_id=run_id, request_id=uuid4().hex)
-        reply = await self.transport.query(self.transport.trainer.AttachRun, request)
+        if outstanding not in _OUTSTANDING:
+            raise errors.InvalidArgument(f"is {outstanding!r}; use {', '.join(_OUTSTANDING)}", field="outstanding")
+        reply = await self.transport.submit(self._attach(run_id, outstanding))
         return TrainingClient(self.transport, codec.run_from_proto(reply.run), reply.attachment)
+
+    async def _attach(self, run_id: str, outstanding: Outstanding) -> pb.AttachRunResponse:
+        """Attach to a run, and wait as long as there is something to wait for."""
+        request = codec.make(
+            pb.AttachRunRequest,
+            run_id=run_id,
+            request_id=uuid4().hex,
+            outstanding=_OUTSTANDING[outstanding],
+            wait_seconds=_ATTACH_SECONDS,
+        )
+        until = monotonic() + self.transport.timeouts.training
+        while True:
+            reply = await self.transport.call(self.transport.trainer.AttachRun, request, "training")
+            left = [status.seq_id for status in reply.outstanding if status.state not in _ENDED]
+            if not left or outstanding == "report":
+                return reply
+            if monotonic() > until:
+                message = f'commands {left} of an earlier client have not ended; attach again, or with "report"'
+                raise errors.TimedOut(message, field="outstanding")
+            _log.warning("attached to %s: waiting for commands %s of an earlier client", run_id, left)
 
     get_training_client = blocking(get_training_client_async)
 

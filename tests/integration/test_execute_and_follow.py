@@ -9,10 +9,11 @@ from support.models.tiny_models import make_tiny_llama
 from support.patience import PATIENCE
 from support.stacks.cluster import Cluster
 
+import paceline
 from paceline import codec, errors
 from paceline.codec.errors import error_from_proto
 from paceline.rpc.channel import open_channel
-from paceline.rpc.identity import peer_metadata
+from paceline.rpc.identity import API_KEY_KEY, peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
@@ -36,9 +37,8 @@ ENDED = {pb.COMMAND_STATE_SUCCEEDED, pb.COMMAND_STATE_REFUSED, pb.COMMAND_STATE_
 def cluster(tmp_path_factory):
     state = tmp_path_factory.mktemp("trainer")
     cluster = Cluster.make(state, make_tiny_llama(state / "model"), PACELINE_TRAINER_GAP_WAIT_SECONDS="5")
-    cluster.trainer.start()
-    yield cluster
-    cluster.trainer.stop()
+    with cluster.running(cluster.trainer, cluster.gateway):
+        yield cluster
 
 
 class Client:
@@ -90,7 +90,19 @@ async def client(cluster):
         yield await Client(channel, peer_metadata((cluster.state / "credential").read_text(), "team")).create()
 
 
-async def test_a_command_is_followed_from_acceptance_to_its_reply(client):
+@pytest.fixture
+async def at_gateway(cluster):
+    async with open_channel(cluster.address) as channel:
+        yield await Client(channel, ((API_KEY_KEY, f"Bearer {cluster.api_key}"),)).create()
+
+
+@pytest.fixture(params=["trainer", "gateway"])
+def either(request, client, at_gateway):
+    return client if request.param == "trainer" else at_gateway
+
+
+async def test_a_command_is_followed_from_acceptance_to_its_reply(either):
+    client = either
     passed = await client.execute(1, PASS)
     assert passed[0].state in {pb.COMMAND_STATE_ACCEPTED, pb.COMMAND_STATE_EXECUTING, pb.COMMAND_STATE_SUCCEEDED}
     assert passed[-1].state == pb.COMMAND_STATE_SUCCEEDED
@@ -192,3 +204,28 @@ async def test_a_step_that_depends_on_its_passes_is_not_taken_without_one(client
     step.only_if_succeeded_since = 6
     refused = error_from_proto((await client.execute(5, step))[-1].error)
     assert refused.field == "only_if_succeeded_since"
+
+
+@pytest.mark.parametrize("outstanding", ["wait", "cancel", "report"])
+async def test_the_client_attaches_to_a_run_in_which_nothing_is_under_way(at_gateway, cluster, outstanding):
+    await at_gateway.execute(1, PASS)
+    for seq_id, command in enumerate([LONG_PASS, LONG_PASS, STEP], 2):
+        await at_gateway.execute(seq_id, command, max_seconds=0)
+    async with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        training = await service.get_training_client_async(at_gateway.run_id, outstanding=outstanding)
+        last = (await at_gateway.follow(4, max_seconds=0))[-1]
+        if outstanding == "report":
+            assert last.state not in ENDED
+            await at_gateway.follow(4)
+        else:
+            assert last.state == {"wait": pb.COMMAND_STATE_SUCCEEDED, "cancel": pb.COMMAND_STATE_REFUSED}[outstanding]
+        run = await training.get_info_async()
+        assert (run.step, run.last_seq_id) == (0 if outstanding == "cancel" else 1, 4)
+        assert (await training.forward_backward([Datum.from_completion([1, 2], [3])])).metrics["tokens:sum"] == 1
+
+
+async def test_what_to_do_about_what_is_left_is_one_of_three(at_gateway, cluster):
+    async with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        with pytest.raises(errors.InvalidArgument) as caught:
+            await service.get_training_client_async(at_gateway.run_id, outstanding="drop")
+    assert caught.value.field == "outstanding"
