@@ -125,6 +125,7 @@ class CommandExecutor:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         data, spec = batch
         output = await self._engine.forward_backward(run.run_id, data, spec)
+        run.gradient_tokens = output.gradient_tokens
         return await decoded(command.size, _reply_of, output)
 
     async def _optim_step(
@@ -135,8 +136,12 @@ class CommandExecutor:
             _check_passes(run, request.only_if_succeeded_since, command.seq_id)
         params = codec.optimizer_from_proto(request)
         spec_of(params).check(params)
-        output = await self._engine.optim_step(run.run_id, params)
-        run.step = output.step
+        try:
+            output = await self._engine.optim_step(run.run_id, params)
+        except errors.NonFiniteGradient:
+            run.gradient_tokens = 0  # it was dropped
+            raise
+        run.step, run.gradient_tokens = output.step, 0
         return pb.OptimStepResponse(
             step=output.step,
             grad_norm=output.grad_norm,
@@ -231,7 +236,7 @@ class CommandExecutor:
         await self._registry.persist_if_possible(run)
         _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
         newest = await self._checkpoints.newest_states.find_if_readable(run.run_id)
-        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path)))
+        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path, ended_by=command.seq_id)))
 
     async def _load_directory(
         self, run: RunRecord, directory: Path, progress: CommandProgress, *, with_optimizer: bool
@@ -258,7 +263,8 @@ class CommandExecutor:
             if isinstance(error, errors.CheckpointMismatch):
                 error.field = "path"  # the engine gets a directory, and does not know how it was named
             raise
-        run.step, run.in_engine, run.state = loaded.step, True, RunState.READY
+        run.step, run.gradient_tokens = loaded.step, loaded.gradient_tokens
+        run.in_engine, run.state = True, RunState.READY
 
     async def _publish_weights(
         self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress

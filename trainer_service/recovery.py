@@ -201,7 +201,7 @@ class Recovery:
                 await run.sequencer.replay(seq_id, executor)
         if self._registry.engines_lost != engines_lost:
             raise errors.EngineUnavailable("the engine died while the run was restored")
-        run.facts_before_replay, run.is_restored = None, True
+        run.facts_before_replay, run.facts_at_start, run.is_restored = None, run.facts(), True
         run.sequencer.start(executor)
         self._spawn(self._await_versions(run, executor))
 

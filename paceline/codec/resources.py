@@ -27,6 +27,8 @@ def run_to_proto(run: Run) -> pb.Run:
         trainable_parameters=run.trainable_parameters,
         adapted_modules=run.adapted_modules,
         damage=run.damage,
+        executed_seq_id=run.executed_seq_id,
+        gradient_tokens=run.gradient_tokens,
     )
     put_parameters(message, run.parameters)
     return message
@@ -48,6 +50,8 @@ def run_from_proto(message: pb.Run) -> Run:
         user_metadata=dict(message.user_metadata),
         adapted_modules=tuple(message.adapted_modules),
         damage=tuple(message.damage),
+        executed_seq_id=message.executed_seq_id,
+        gradient_tokens=message.gradient_tokens,
     )
 
 

@@ -40,9 +40,9 @@ class Run:
     parameters: RunParameters
     """The parameters that the run trains."""
     step: int
-    """Optimizer steps taken."""
+    """Optimizer steps taken by the commands up to `executed_seq_id`."""
     last_seq_id: int
-    """Highest seq_id executed."""
+    """Highest seq_id accepted in order."""
     latest_version: int
     """Newest published version; 0 if none."""
     state: RunState
@@ -55,6 +55,10 @@ class Run:
     """Full names of the modules that have an adapter; empty for a full-parameter run."""
     damage: tuple[str, ...] = ()
     """Files and directories that were found damaged on the volume and set aside, as paths in the run's folder."""
+    executed_seq_id: int = 0
+    """Highest seq_id whose command has executed; those after it, up to `last_seq_id`, are accepted and will execute."""
+    gradient_tokens: int = 0
+    """Counted positions of the gradient that waits for an optimizer step after that command; 0 if none waits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.messages import SaveState
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.engine.protocol import AccumulatedOutput, EngineDiedError
 from trainer_service.engine.watchdog import Patience
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -316,7 +316,7 @@ async def test_a_command_that_kills_the_engine_in_a_joint_pass_is_found_and_no_o
         await engine.restart()
         for run_id in data:
             await engine.create_run(run_id, LORA)
-        assert await call("a", "c") == [ForwardBackwardOutput] * 2
+        assert await call("a", "c") == [AccumulatedOutput] * 2
         assert await call("b") == [EngineDiedError]
 
 

@@ -555,6 +555,43 @@ async def test_a_state_checkpoint_resumes_with_the_same_steps(caller):
     assert (resumed.step, resumed.grad_norm) == (straight.step, straight.grad_norm)
 
 
+async def test_a_run_shows_the_gradient_that_waits_also_after_loads_and_the_death_of_each_process(caller, cluster):
+    reply = await caller.forward_backward()
+    await caller.forward_backward(forward_only=True)
+    tokens = int(reply.metrics["tokens:sum"])
+    assert _place(await caller.get_run()) == (2, 0, tokens)
+    half = await caller.save("half")
+    await caller.forward_backward()
+    assert _place(await caller.get_run()) == (4, 0, 2 * tokens)
+    cluster.trainer.kill_engine()
+    await _when_available(caller.logprobs)
+    assert _place(await caller.get_run()) == (caller.seq_id, 0, 2 * tokens)
+    assert (await caller.optim_step()).tokens == 2 * tokens
+    assert _place(await caller.get_run()) == (caller.seq_id, 1, 0)
+    loaded = await caller.load(half.path, with_optimizer=True)
+    assert _place(loaded.run) == _place(await caller.get_run()) == (caller.seq_id, 0, tokens)
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    assert _place(await caller.get_run()) == (caller.seq_id, 0, tokens)
+    await caller.load(half.path)
+    assert _place(await caller.get_run()) == (caller.seq_id, 0, 0)
+    await caller.forward_backward([with_input("weights", np.full(6, 3e38, np.float32), SFT_DATUM)])
+    with pytest.raises(errors.NonFiniteGradient):
+        await caller.optim_step()
+    assert _place(await caller.get_run()) == (caller.seq_id, 0, 0), "a gradient that is not finite is dropped"
+
+
+async def test_what_a_run_shows_is_of_one_moment(caller):
+    tokens = int((await caller.forward_backward()).metrics["tokens:sum"])
+    await caller.optim_step()
+    training = asyncio.ensure_future(caller.train(20))
+    seen = set()
+    while not training.done():
+        seen.add(_place(await caller.get_run()))
+    assert len(seen) > 10
+    assert seen <= {(executed, executed // 2, tokens * (executed % 2)) for executed in range(2, 43)}
+
+
 async def test_checkpoints_are_listed_in_pages_and_expire_and_are_not_overwritten_unasked(caller):
     for name in ("a", "b", "c"):
         await caller.save(name)
@@ -864,6 +901,11 @@ async def _weights_hash(caller, version):
     request = weights_pb.FetchVersionRequest(model=ref)
     parts = [part async for part in caller.weights.FetchVersion(request, metadata=caller.metadata)]
     return blake3(b"".join(part.chunk.data for part in parts[1:])).hexdigest()
+
+
+def _place(run):
+    """Return the newest executed command of a run, and the step and the waiting gradient after it."""
+    return run.executed_seq_id, run.step, run.gradient_tokens
 
 
 async def _when_available(call):

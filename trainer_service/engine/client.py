@@ -24,7 +24,6 @@ from paceline.errors import EngineUnavailable
 from paceline.own_directory import OwnDirectory
 from paceline.types import (
     Datum,
-    ForwardBackwardOutput,
     ForwardBackwardSpec,
     ModelInfo,
     OptimizerParams,
@@ -35,7 +34,7 @@ from paceline.types.optimizers import optimizer_name
 from trainer_service.engine import messages
 from trainer_service.engine.optimizers.specs import settings_of
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import AdapterInfo, EngineDiedError, LoadedState, PublishedAs
+from trainer_service.engine.protocol import AccumulatedOutput, AdapterInfo, EngineDiedError, LoadedState, PublishedAs
 from trainer_service.engine.watchdog import DEFAULT_PATIENCE, Patience, RankHeartbeats, Watchdog
 from trainer_service.failpoints import Failpoints
 
@@ -142,9 +141,9 @@ class EngineProcess:
         run_id: str,
         data: Sequence[Datum],
         spec: ForwardBackwardSpec,
-    ) -> ForwardBackwardOutput:
+    ) -> AccumulatedOutput:
         command = messages.ForwardBackward(run_id, list(data), spec)
-        return await self._running().call(command, ForwardBackwardOutput)
+        return await self._running().call(command, AccumulatedOutput)
 
     async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         command = messages.OptimStep(run_id, optimizer_name(params), settings_of(params))

@@ -16,7 +16,6 @@ import numpy as np
 from paceline.errors import CATALOG, Internal, PacelineError
 from paceline.types import (
     Datum,
-    ForwardBackwardOutput,
     ForwardBackwardSpec,
     FullParameters,
     LoraConfig,
@@ -26,7 +25,7 @@ from paceline.types import (
 )
 from paceline.types.training import Array
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
+from trainer_service.engine.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
 
 LENGTH_BYTES = 8
 """Size of a frame's length prefix."""
@@ -110,7 +109,7 @@ READ_ONLY = (SaveState, SaveAdapter)
 """Commands that change nothing in the engine; only rank 0 executes them."""
 Overlapping = ForwardBackward | SaveState | SaveAdapter
 """Commands that the engine executes at the same time as others, unless `Request.alone` is set."""
-Result = ModelInfo | AdapterInfo | ForwardBackwardOutput | OptimStepOutput | LoadedState | None
+Result = ModelInfo | AdapterInfo | AccumulatedOutput | OptimStepOutput | LoadedState | None
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

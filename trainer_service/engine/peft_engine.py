@@ -11,7 +11,6 @@ import torch
 from paceline.errors import InvalidArgument, NoGradient, NonFiniteGradient, RunNotFound, Unsupported
 from paceline.types import (
     Datum,
-    ForwardBackwardOutput,
     ForwardBackwardSpec,
     LoraConfig,
     ModelInfo,
@@ -27,7 +26,7 @@ from trainer_service.engine.microbatch.passes import PassExecutor
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_norm
 from trainer_service.engine.optimizers.make import check_same
 from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import AdapterInfo, LoadedState, PublishedAs
+from trainer_service.engine.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
 from trainer_service.engine.runs import lora_run, state_files
 from trainer_service.engine.runs.async_save import AsyncSave, StagingMemory
 from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_full_run
@@ -135,7 +134,7 @@ class PeftEngine:
         run_id: str,
         data: Sequence[Datum],
         spec: ForwardBackwardSpec,
-    ) -> ForwardBackwardOutput:
+    ) -> AccumulatedOutput:
         """Start a job and advance until it is done."""
         job = self.begin(run_id, data, spec)
         while job not in self.advance(lambda _: None):
@@ -193,7 +192,7 @@ class PeftEngine:
         else:
             run.set_weights(run.read_weights(directory, exact=False))
             run.reset(self._device)
-        return LoadedState(run.step)
+        return LoadedState(run.step, run.pending_tokens)
 
     def _run(self, run_id: str) -> EngineRun:
         if run_id not in self._runs:

@@ -28,12 +28,22 @@ class AdapterInfo:
     """Full names of the modules that have an adapter; empty for a full-parameter run."""
 
 
+@dataclass(slots=True, eq=False)
+class AccumulatedOutput(ForwardBackwardOutput):
+    """The result of a forward_backward, and the gradient that waits after it."""
+
+    gradient_tokens: int = 0
+    """Counted positions of the run's gradient that waits for the optimizer; 0 if none waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedState:
     """What was restored from a checkpoint."""
 
     step: int
     """Optimizer steps taken; 0 when only weights were loaded."""
+    gradient_tokens: int = 0
+    """Counted positions of the gradient that waits; 0 when only weights were loaded."""
 
 
 class EngineDiedError(EngineUnavailable):
@@ -48,7 +58,7 @@ class ForwardBackwardHandle(Protocol):
         """The run that it belongs to."""
         ...
 
-    def output(self) -> ForwardBackwardOutput:
+    def output(self) -> AccumulatedOutput:
         """Return the result, once `TrainerEngine.advance` has returned this handle. Raises the job's error."""
         ...
 

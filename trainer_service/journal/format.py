@@ -50,17 +50,19 @@ _LENGTH_BYTES = 4
 class Facts(msgspec.Struct, frozen=True):
     """What the service knows about a run.
 
-    In a journaled answer, `step` and `next_version` are the values after the command in the run's order. The others are
-    the values when the answer was written; the last record has the newest.
+    In a journaled answer, `latest_version` is the value when the answer was written; the last record has the newest.
+    The others are the values after the command in the run's order.
     """
 
     step: int = 0
     latest_version: int = 0
     next_version: int = 1
+    gradient_tokens: int = 0
+    """Counted positions of the gradient that waits; 0 if none waits."""
 
     def at(self, place: Facts) -> Facts:
-        """Return these facts with the `step` and `next_version` of a place in the run's order."""
-        return msgspec.structs.replace(self, step=place.step, next_version=place.next_version)
+        """Return these facts with those of a place in the run's order that depend on it."""
+        return msgspec.structs.replace(place, latest_version=self.latest_version)
 
 
 class RecordedError(msgspec.Struct, frozen=True):

@@ -57,6 +57,8 @@ class RunRecord:
     user_metadata: dict[str, str] = field(default_factory=dict)
     adapted_modules: tuple[str, ...] = ()
     step: int = 0
+    gradient_tokens: int = 0
+    """Counted positions of the gradient that waits; 0 if none waits."""
     latest_version: int = 0
     next_version: int = 1
     """Number of the next version to publish."""
@@ -72,7 +74,9 @@ class RunRecord:
     is_restored: bool = True
     """Whether recovery into the current engine is complete; false from an engine's death to the end of the replay."""
     facts_before_replay: Facts | None = None
-    """What clients see while a replay is in progress; None if none is."""
+    """The facts before a replay that is in progress, which clients see meanwhile; None if none is."""
+    facts_at_start: Facts = field(default_factory=Facts)
+    """The facts when the sequencer started, before any command that it has executed since."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the run is being rebuilt or deleted."""
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -93,11 +97,12 @@ class RunRecord:
 
     def facts(self) -> Facts:
         """Return the facts that the journal keeps with each answer."""
-        return Facts(self.step, self.latest_version, self.next_version)
+        return Facts(self.step, self.latest_version, self.next_version, self.gradient_tokens)
 
     def apply(self, facts: Facts) -> None:
         """Set the run's facts to those of a journal."""
-        self.step, self.latest_version, self.next_version = facts.step, facts.latest_version, facts.next_version
+        self.set_place(facts)
+        self.latest_version, self.facts_at_start = facts.latest_version, facts
 
     def state_bytes(self, kind: CheckpointKind) -> int:
         """Return a checkpoint's maximum bytes: float32 weights; for a state also gradient and two moments of each."""
@@ -105,21 +110,24 @@ class RunRecord:
 
     def set_place(self, facts: Facts) -> None:
         """Set the facts that depend on the place in the run's order; the others stay."""
-        self.step, self.next_version = facts.step, facts.next_version
+        self.step, self.next_version, self.gradient_tokens = facts.step, facts.next_version, facts.gradient_tokens
 
-    def public(self, latest_state_checkpoint: str) -> Run:
-        """Return the run as clients see it: never in the earlier states that a replay passes through.
+    def public(self, latest_state_checkpoint: str, ended_by: int = 0) -> Run:
+        """Return the run as clients see it: after its newest executed command, never in the middle of a replay.
 
-        `latest_state_checkpoint` is the path of its newest state checkpoint; empty if there is none.
+        `latest_state_checkpoint` is the path of its newest state checkpoint; empty if there is none. The reply of a
+        command that has done all but answer is `ended_by` it, and shows the run after it.
         """
-        facts = self.facts_before_replay or self.facts()
+        executed = ended_by or self.sequencer.executed
+        # The run's own facts are ahead of `executed` until a command is answered, and behind it in a replay.
+        place = self.facts() if ended_by else self.sequencer.place(executed) or self.facts_at_start
         return Run(
             run_id=self.run_id,
             base_model=self.base_model,
             parameters=self.parameters,
-            step=facts.step,
+            step=place.step,
             last_seq_id=self.sequencer.last_seq_id,
-            latest_version=facts.latest_version,
+            latest_version=(self.facts_before_replay or self.facts()).latest_version,
             state=self.state,
             latest_state_checkpoint=latest_state_checkpoint,
             create_time=self.create_time,
@@ -127,6 +135,8 @@ class RunRecord:
             user_metadata=self.user_metadata,
             adapted_modules=self.adapted_modules,
             damage=tuple(self.damage),
+            executed_seq_id=executed,
+            gradient_tokens=place.gradient_tokens if self.state is RunState.READY else 0,
         )
 
     def to_facts(self) -> dict[str, Any]:
@@ -170,6 +180,7 @@ class RunRecord:
         parameters = _pop_parameters(facts)
         del facts["last_seq_id"]  # the journal is authoritative
         sequencer.attach(facts["attachment"])
+        start = Facts(step=facts["step"], next_version=facts["version_limit"] + 1)
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,
@@ -178,7 +189,8 @@ class RunRecord:
             adapted_modules=tuple(facts.pop("adapted_modules")),
             in_engine=False,
             is_restored=False,
-            next_version=facts["version_limit"] + 1,
+            facts_at_start=start,
+            next_version=start.next_version,
             **facts,
         )
 

@@ -11,8 +11,9 @@ from support.stacks.journaled import NO_GUARD
 
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Datum, ForwardBackwardOutput, ModelInfo, RunState
+from paceline.types import Datum, ModelInfo, RunState
 from trainer_service.commands import CommandExecutor
+from trainer_service.engine.protocol import AccumulatedOutput
 from trainer_service.runs.command import Command
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.settings import TrainerSettings
@@ -31,7 +32,7 @@ class Engine:
         return ModelInfo("tiny", 512, 256, "float32", 16, 2)
 
     async def forward_backward(self, run_id, data, spec):
-        return ForwardBackwardOutput([{"logprobs": datum.loss_inputs["weights"]} for datum in data], {})
+        return AccumulatedOutput([{"logprobs": datum.loss_inputs["weights"]} for datum in data], {})
 
 
 @pytest.mark.parametrize(("datums", "is_here"), [(1, True), (1024, False)])

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from paceline.errors import NonFiniteLoss
-from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
+from paceline.types import Datum, ForwardBackwardSpec, Reduction
 from paceline.types.training import ADVANTAGE_TOKENS, Array
 from trainer_service.engine import messages
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.loss.losses import SEQUENCE_LENGTHS
 from trainer_service.engine.loss.specs import MASK, resolve_loss
+from trainer_service.engine.protocol import AccumulatedOutput
 from trainer_service.engine.runs.run import EngineRun
 
 
@@ -50,10 +51,11 @@ class ForwardBackwardJob:
         self._totals = Totals()
         self._gradients: list[Tensor | None] = [None] * len(run.parameters)
 
-    def output(self) -> ForwardBackwardOutput:
+    def output(self) -> AccumulatedOutput:
         if self.error is not None:
             raise self.error
-        return ForwardBackwardOutput([{"logprobs": values} for values in self._outputs], self._totals.metrics())
+        outputs = [{"logprobs": values} for values in self._outputs]
+        return AccumulatedOutput(outputs, self._totals.metrics(), self.run.pending_tokens)
 
     def add(self, pack: Pack, logprobs: Array, totals: Totals, gradients: Sequence[Tensor | None]) -> None:
         """Add the results of a pass; `gradients` is empty if none are computed. Allocates no memory."""
