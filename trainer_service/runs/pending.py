@@ -117,7 +117,7 @@ class PendingCommands:
         pending.durable.set_result(None)
         # A save or a publish may have been seen before the trainer ended.
         pending.may_have_begun = command.method in READING
-        self._settle(pending)
+        self.settle(pending)
         self.appended = max(self.appended, command.seq_id)
 
     def accept(self, command: Command) -> PendingCommand:
@@ -175,7 +175,7 @@ class PendingCommands:
                 cancelled.append((pending, self._journal.append(CancelRecord(pending.command.seq_id), sync=True)))
         for pending, durable in cancelled:
             await durable
-            self._settle(pending)
+            self.settle(pending)
 
     def skip_to(self, seq_id: int) -> asyncio.Future[None]:
         """Continue at a command, which may have arrived, and give up those before it. Done when this is durable."""
@@ -214,12 +214,15 @@ class PendingCommands:
     def _append_following(self) -> None:
         while following := self.by_seq_id.get(self.appended + 1):
             following.durable = self._journal.append(following.command.to_record(), sync=True)
-            following.durable.add_done_callback(partial(self._settle, following))
+            following.durable.add_done_callback(partial(self.settle, following))
             following.cancel_timeout()
             self.appended += 1
 
-    def _settle(self, pending: PendingCommand, _: object = None) -> None:
-        """Move a command that has become durable: a refused one has its answer, any other is accepted."""
+    def settle(self, pending: PendingCommand, _: object = None) -> None:
+        """Move a command that has become durable: a refused one has its answer, any other is accepted.
+
+        The journal's future calls this; who awaits that future calls it first, because both wake in the same turn.
+        """
         durable, command = pending.durable, pending.command
         if durable is None or not durable.done() or durable.cancelled() or durable.exception() is not None:
             return  # the journal gives it up, see `_withdraw`, or will write it again

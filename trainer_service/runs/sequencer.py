@@ -345,6 +345,7 @@ class Sequencer:
             await durable
         except errors.PacelineError:
             return  # It was refused, and its waiters got the error.
+        self._waiting.settle(pending)
         while self._executor is executor and self._must_wait(pending.command):
             await self._change.wait()
         is_refused = self._waiting.by_seq_id.get(pending.command.seq_id) is not pending  # by `drain`, meanwhile

@@ -221,3 +221,17 @@ async def test_an_answer_that_is_no_longer_kept_is_told_as_such(run):
     refused, expired = await state_of(run, 1), await state_of(run, 2)
     assert (refused.state, refused.answer_expired) == (REFUSED, False)
     assert (expired.state, expired.answer, expired.answer_expired) == (SUCCEEDED, None, True)
+
+
+async def test_a_command_that_is_durable_as_its_turn_comes_is_accepted_first(run, monkeypatch):
+    append = run.journal.append
+
+    def append_soon(record, *, sync):
+        append(record, sync=sync)
+        loop = asyncio.get_running_loop()
+        durable = loop.create_future()
+        loop.call_soon(durable.set_result, None)  # in the turn of the loop in which the command's task begins
+        return durable
+
+    monkeypatch.setattr(run.journal, "append", append_soon)
+    assert [(await run.send(seq_id)).step for seq_id in (1, 2)] == [1, 2]
