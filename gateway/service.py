@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from gateway.admission import AdmissionInterceptor, AnonymousAuthenticator, Authenticator, FairQueue, JwtVerifier
 from gateway.http.services import Services
 from gateway.keys import KeyRing
-from gateway.metrics import SamplerMetrics
+from gateway.metrics import SamplerMetrics, add_http_metric
 from gateway.proxy import SERVICES, Proxy, Router, Upstream
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
@@ -71,7 +71,9 @@ class GatewayService:
             except ImportError as error:
                 raise errors.InvalidArgument("needs FastAPI; install paceline[http]", field="http_listen") from error
             services = Services(self._router, settings.secret, self._queue, self._waiting_bytes)
-            self._edge = HttpEdge(settings, self._authenticators, services, self._waiting_bytes)
+            edge = self._edge = HttpEdge(settings, self._authenticators, services, self._waiting_bytes)
+            if self._registry is not None:
+                add_http_metric(lambda: edge.trouble, self._registry)
             await self._edge.start()
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -10,37 +10,27 @@ import socket
 import ssl
 import sys
 import termios
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from http import HTTPStatus
 from time import monotonic
 from typing import Any, cast
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from gateway.admission import Authenticator
-from gateway.http.generate import GenerateApi
+from gateway.http.apis import HttpApis
 from gateway.http.listener import BACKLOG, Listener
-from gateway.http.metaclaw.api import MetaClawApi
 from gateway.http.metaclaw.bodies import BATCHES, MAX_BATCH_PARTS
 from gateway.http.middleware import AccessMiddleware
-from gateway.http.online.api import OnlineApi
-from gateway.http.openai import OpenAiApi
-from gateway.http.openai_errors import UnknownUrl, WrongMethod
-from gateway.http.problems import problem
 from gateway.http.services import Services
+from gateway.http.state import StateUnusable
 from gateway.http.tinker import downloads
 from gateway.http.tinker.app import PREFIX as TINKER
-from gateway.http.tinker.app import TinkerApi
 from gateway.settings import GatewaySettings
 from paceline import errors
 from paceline.bodies import MAX_JSON_PARTS
@@ -70,13 +60,15 @@ _ACKNOWLEDGED = slice(120, 128)
 """Place of tcpi_bytes_acked in Linux's struct tcp_info."""
 _HTTP2 = b"PRI * HTTP/2.0"
 """How a connection of HTTP/2, such as a gRPC client's, begins."""
+_AGAIN_SECONDS = 1.0
+"""How long after a failure the state is opened, or the port bound, again."""
 _WARNING_SECONDS = 60.0
 """Least time between two warnings of connections: a client that is not answered connects again and again."""
 _log = get_logger(__name__)
 
 
 class HttpEdge:
-    """Serves the HTTP APIs."""
+    """Serves the HTTP APIs, and is out while their state or their port cannot be had. gRPC is not concerned."""
 
     def __init__(
         self,
@@ -85,48 +77,123 @@ class HttpEdge:
         services: Services,
         waiting_bytes: WaitingBytes,
     ) -> None:
-        """Open the stored state. Raises InvalidArgument that names the invalid setting."""
         self._settings = settings
-        self._tinker = TinkerApi(services, waiting_bytes, settings, authenticators)
-        models = self._tinker.models
-        metaclaw = MetaClawApi(services, models)
-        self._online = OnlineApi(services, models, settings.http_state, settings.max_message_bytes)
-        openai = OpenAiApi(services, models, metaclaw.chat_without_model)
-        app = make_app(
-            self._tinker.routes,
-            openai.routes(),
-            openai.calls("/v1"),
-            openai.calls("/weights/{weights}/v1"),
-            GenerateApi(models, openai).routes(),
-            metaclaw.routes(),
-            self._online.routes(),
-        )
+        self._authenticators = authenticators
+        self._services = services
+        self._waiting_bytes = waiting_bytes
+        self._apis: HttpApis | None = None
         share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
-        signed = {downloads.PREFIX: self._tinker.downloads.identify}
+        signed = {downloads.PREFIX: lambda token: self._open_apis().identify(token)}
         guarded = AccessMiddleware(
-            app, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed, most_parts
+            self._answer, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed, most_parts
         )
-        outermost = with_origins(guarded, settings.http_origins)
-        self._server = _Server(_config(settings, outermost), settings.http_max_connections)
+        self._outermost = with_origins(guarded, settings.http_origins)
+        self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._tending: asyncio.Task[None] | None = None
+        self._port_trouble = self._state_trouble = ""
+
+    @property
+    def trouble(self) -> str:
+        """Why requests are refused, or a part of them; empty if they are not."""
+        stored = "" if self._apis is None or self._apis.trouble is None else str(self._apis.trouble)
+        return self._port_trouble or self._state_trouble or stored
 
     async def start(self) -> None:
-        """Start listening. Raises InvalidArgument if the address cannot be bound."""
-        listening = _bind(self._settings.http_listen)
-        await self._tinker.start()
-        await self._online.start()
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        await self._server.is_up.wait()
-        host, port = listening.getsockname()[:2]
-        _log.info("listening", http=f"{host}:{port}", tls=self._settings.tls_cert is not None)
+        """Open the state and listen. What cannot be had is tried again and again."""
+        await self._tend()
+        self._tending = asyncio.create_task(self._tend_always())
 
     async def stop(self) -> None:
         """Let responses in progress finish, then close."""
-        self._server.should_exit = True
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.gather(self._tending, return_exceptions=True)
+        if self._server is not None:
+            self._server.should_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
-        await self._tinker.stop()
-        await self._online.stop()
+        await self._close_apis()
+
+    async def _tend_always(self) -> None:
+        while True:
+            await asyncio.sleep(_AGAIN_SECONDS)
+            await self._tend()
+
+    async def _tend(self) -> None:
+        """Open what is not open."""
+        # A damaged file's successor is found only by opening it.
+        if self._apis is not None and self._apis.trouble is not None and self._apis.trouble.is_damage:
+            await self._close_apis()
+        if self._apis is None:
+            self._state_trouble = _changed(self._state_trouble, await _trouble(self._open()))
+        if self._serving is None or self._serving.done():
+            self._port_trouble = _changed(self._port_trouble, await _trouble(self._listen()))
+
+    async def _open(self) -> None:
+        """Open the state and resume the work in it."""
+        apis = HttpApis(self._settings, self._authenticators, self._services, self._waiting_bytes)
+        try:
+            await apis.start()
+        except BaseException:
+            await apis.stop()
+            raise
+        self._apis = apis
+
+    async def _close_apis(self) -> None:
+        apis, self._apis = self._apis, None
+        if apis is not None:
+            await apis.stop()
+
+    async def _listen(self) -> None:
+        listening = _bind(self._settings.http_listen)
+        try:
+            server = _Server(_config(self._settings, self._outermost), self._settings.http_max_connections)
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            is_up = asyncio.create_task(server.is_up.wait())
+            await asyncio.wait({serving, is_up}, return_when=asyncio.FIRST_COMPLETED)
+            is_up.cancel()
+            if serving.done():
+                serving.result()
+        except BaseException:
+            listening.close()
+            raise
+        self._server, self._serving = server, serving
+        host, port = listening.getsockname()[:2]
+        _log.info("listening", http=f"{host}:{port}", tls=self._settings.tls_cert is not None)
+
+    def _open_apis(self) -> HttpApis:
+        if self._apis is None:
+            raise StateUnusable(f"the HTTP APIs are out, gRPC is not: {self._state_trouble or 'they are being opened'}")
+        return self._apis
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Probes have no key, and the sentence names the machine's folders.
+        is_known = scope.get("state", {}).get("identity") is not None
+        if self._apis is None and not is_known:
+            raise StateUnusable("the HTTP APIs are out, gRPC is not; the gateway's log says why")
+        await self._open_apis().app(scope, receive, send)
+
+
+async def _trouble(work: Coroutine[Any, Any, None]) -> str:
+    """Return why work failed; empty if it did not."""
+    try:
+        await work
+    except errors.PacelineError as error:
+        return str(error)
+    except Exception as error:
+        _log.debug("HTTP is out", exc_info=error)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _changed(before: str, now: str) -> str:
+    """Return the trouble of now. A new one is logged, and the end of one."""
+    if now and now != before:
+        _log.error("HTTP is out; it is tried again, and gRPC is served", reason=now)
+    elif before and not now:
+        _log.info("HTTP is back", reason=before)
+    return now
 
 
 def most_parts(path: str) -> int | None:
@@ -342,62 +409,6 @@ class _Warning:
         if monotonic() - self._logged >= _WARNING_SECONDS:
             self._logged = monotonic()
             _log.warning(self._event, peer=peer, remedy=self._remedy)
-
-
-def make_app(*apis: APIRouter) -> FastAPI:
-    """Return the application. Every error becomes a JSON response."""
-    app = FastAPI(title="Paceline", openapi_url=None, docs_url=None, redoc_url=None)
-
-    @app.get("/health")
-    @app.get("/healthz")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    for routes in apis:
-        app.include_router(routes)
-
-    @app.exception_handler(errors.PacelineError)
-    async def paceline_error(request: Request, error: errors.PacelineError) -> Response:
-        return problem(error, request.url.path)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = () if first["type"] == "json_invalid" else first["loc"]  # else it is the number of a character
-        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "body"]
-        refusal = errors.InvalidArgument(str(first["msg"]), field="".join(parts).removeprefix("."))
-        return problem(refusal, request.url.path)
-
-    @app.exception_handler(Exception)
-    async def uncaught(request: Request, error: Exception) -> Response:
-        unforeseen = errors.Internal.unforeseen()
-        _log.error("uncaught", path=request.url.path[:96], error_id=unforeseen.error_id, exc_info=error)
-        return problem(unforeseen, request.url.path)
-
-    @app.exception_handler(UnicodeEncodeError)
-    async def invalid_text(request: Request, error: UnicodeEncodeError) -> Response:
-        refusal = errors.UnreadableMessage("the request has text that is not Unicode: half of a surrogate pair")
-        return problem(refusal, request.url.path)
-
-    @app.exception_handler(HTTPException)
-    async def no_route(request: Request, error: HTTPException) -> Response:
-        refusal: errors.PacelineError
-        if isinstance(error.__cause__, errors.PacelineError):  # FastAPI takes what refused a body for a parser's error
-            return problem(error.__cause__, request.url.path)
-        if error.status_code == HTTPStatus.NOT_FOUND:
-            refusal = UnknownUrl("no such path; docs/compatibility.md lists what is served")
-        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            allowed = (error.headers or {}).get("Allow", "another")
-            refusal = WrongMethod(f"is called with {allowed}, not {request.method[:16]}")
-        elif error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI could not decode a body as text
-            refusal = errors.UnreadableMessage("the body is not JSON in UTF-8")
-        else:
-            refusal = errors.Unsupported(str(error.detail))
-        answer = problem(refusal, request.url.path, error.status_code)
-        answer.headers.update(error.headers or {})
-        return answer
-
-    return app
 
 
 class _Server(uvicorn.Server):

@@ -45,9 +45,9 @@ class OnlineApi:
         max_message_bytes: int,
         most_waiting_bytes: int = MOST_WAITING_BYTES,
     ) -> None:
-        """Open the database in `state`. Raises InvalidArgument if it cannot be used."""
+        """Open the database in `state`. Raises StateUnusable or InvalidArgument if it cannot be used."""
         self._services, self._models = services, models
-        self._store = OnlineStore(state / "online.sqlite", most_waiting_bytes)
+        self.store = OnlineStore(state / "online.sqlite", most_waiting_bytes)
         self._rendered = WaitingBytes()
         """Bytes of each tenant's examples in memory that are not stored yet."""
         self._most_bytes = max_message_bytes // 2
@@ -57,14 +57,14 @@ class OnlineApi:
 
     async def start(self) -> None:
         """Resume the work that an earlier gateway left unfinished."""
-        for model in self._store.models():
+        for model in self.store.models():
             if model.run_id and not model.stopped:
                 self._learner(model).wake()
 
     async def stop(self) -> None:
         """Stop the work in progress; the next gateway resumes it."""
         await asyncio.gather(*(learner.close() for learner in self._learners.values()))
-        self._store.close()
+        self.store.close()
 
     def routes(self) -> APIRouter:
         """Return the routes."""
@@ -96,7 +96,7 @@ class OnlineApi:
             async with self._names.setdefault((tenant, request.model), asyncio.Lock()):
                 learner = await self._begin(tenant, request)
                 model, rate = learner.model, request.learning_rate
-                added = await self._store.add_examples(model, examples, rate, request.batch_size)
+                added = await self.store.add_examples(model, examples, rate, request.batch_size)
                 learner.wake()
         return {
             "model": request.model,
@@ -117,7 +117,7 @@ class OnlineApi:
 
         def reserve(size: int) -> None:
             nonlocal held
-            self._store.check_waiting(tenant, self._rendered.used(tenant) + size)
+            self.store.check_waiting(tenant, self._rendered.used(tenant) + size)
             calls = self._services.waiting_bytes
             if calls.tenant_limit and held + size > calls.tenant_limit:  # waiting would not help
                 raise errors.MessageTooLarge(
@@ -158,7 +158,7 @@ class OnlineApi:
 
         No sampler is asked about a model that has a run: it is trained also while none answers.
         """
-        model, old = self._store.model(tenant, request.model), None
+        model, old = self.store.model(tenant, request.model), None
         if model is not None and model.run_id:
             _check_is_same(model, request)
             with suppress(errors.RunNotFound):
@@ -176,10 +176,10 @@ class OnlineApi:
         try:
             return await self._learner(model).begin(base_model)
         except errors.PacelineError as error:
-            now = self._store.again(model)
+            now = self.store.again(model)
             if is_fixable_by_caller(error) and not now.run_id and not now.waiting:
                 await self._close(model)
-                await self._store.forget_model(model)
+                await self.store.forget_model(model)
             raise
 
     async def _add_model(
@@ -188,7 +188,7 @@ class OnlineApi:
         """Store a new model. At the tenant's limit those whose runs were deleted make room, oldest first."""
         while True:
             try:
-                return await self._store.add_model(tenant, name, uuid4().hex, optimizer, lora, instead_of=old)
+                return await self.store.add_model(tenant, name, uuid4().hex, optimizer, lora, instead_of=old)
             except errors.QuotaExceeded:
                 if not await self._make_room(tenant):
                     raise
@@ -199,18 +199,18 @@ class OnlineApi:
         A model that a request creates or trains just now is left alone.
         """
         # Models first: their runs were made before they were recorded, so what the later list lacks was deleted.
-        models = self._store.models(tenant)
+        models = self.store.models(tenant)
         runs = {run.run_id for run in await self._models.runs(tenant)}
         for model in models:
             turn = self._names.setdefault((tenant, model.name), asyncio.Lock())
             if model.run_id in runs or turn.locked():
                 continue
             async with turn:
-                now = self._store.model(tenant, model.name)
+                now = self.store.model(tenant, model.name)
                 if now != model or now.waiting:
                     continue
                 await self._close(model)
-                await self._store.forget_model(model)
+                await self.store.forget_model(model)
                 return True
         return False
 
@@ -242,16 +242,16 @@ class OnlineApi:
             raise errors.RankTooLarge(message, field="lora.rank")
 
     def _find(self, tenant: str, name: str) -> OnlineModel:
-        model = self._store.model(tenant, name)
+        model = self.store.model(tenant, name)
         if model is None or not model.run_id:
-            yours = ", ".join(sorted(each.name for each in self._store.models(tenant))) or "none"
+            yours = ", ".join(sorted(each.name for each in self.store.models(tenant))) or "none"
             message = f"no such model: {name[:64]}; POST /train creates one, and yours are: {yours[:500]}"
             raise errors.ModelNotFound(message, field="model")
         return model
 
     def _learner(self, model: OnlineModel) -> Learner:
         if model.model_id not in self._learners:
-            self._learners[model.model_id] = Learner(self._services, self._store, model, self._most_bytes)
+            self._learners[model.model_id] = Learner(self._services, self.store, model, self._most_bytes)
         return self._learners[model.model_id]
 
     def _status(self, model: OnlineModel) -> dict[str, Any]:

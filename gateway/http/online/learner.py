@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from gateway.http.online.store import Command, Example, ExampleState, OnlineModel, OnlineStore, Settled
 from gateway.http.run_names import ONLINE
 from gateway.http.services import Services
+from gateway.http.state import StateUnusable
 from paceline import codec, errors
 from paceline.client.retry import is_unread
 from paceline.log import get_logger
@@ -178,29 +179,41 @@ class Learner:
         return (await self._services.call(model.tenant, request, pb.CreateRunResponse, seconds=_SECONDS)).run.run_id
 
     async def _work(self) -> None:
-        try:
-            while True:
-                self._woken.clear()
-                async with self._turn:
+        while True:
+            try:
+                await self._train()
+            except StateUnusable as error:  # what is stored is unchanged, so it goes on where it was
+                self._ended = str(error)
+                await asyncio.sleep(_LONGEST_PAUSE)
+                self._ended = ""
+            except Exception as error:  # reported by the status; the next example restarts training
+                self._ended = str(error) if isinstance(error, errors.PacelineError) else "internal error; see the log"
+                _log.exception("online training ended", model=self._known.name)
+                return
+            else:
+                return
+
+    async def _train(self) -> None:
+        """Train until no example waits."""
+        while True:
+            self._woken.clear()
+            async with self._turn:
+                await self._send_all()
+                if self.model.stopped:
+                    return
+                batch = await self._store.next_batch(self._known, self._most_bytes)
+                if not batch and self._woken.is_set():  # Examples may have come since the look.
+                    continue
+                if not (batch or self._must_publish):
+                    return
+                if batch:
+                    await self._issue(self._commands(self.model, batch), batch)
                     await self._send_all()
-                    if self.model.stopped:
-                        return
-                    batch = await self._store.next_batch(self._known, self._most_bytes)
-                    if not batch and self._woken.is_set():  # Examples may have come since the look.
-                        continue
-                    if not (batch or self._must_publish):
-                        return
-                    if batch:
-                        await self._issue(self._commands(self.model, batch), batch)
-                        await self._send_all()
-                        continue
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), _PUBLISH_AGAIN_SECONDS)
-                async with self._turn:
-                    await self._issue([self._publish()])
-        except Exception as error:  # reported by the status; the next example restarts training
-            self._ended = str(error) if isinstance(error, errors.PacelineError) else "internal error; see the log"
-            _log.exception("online training ended", model=self._known.name)
+                    continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), _PUBLISH_AGAIN_SECONDS)
+            async with self._turn:
+                await self._issue([self._publish()])
 
     def _commands(self, model: OnlineModel, batch: Sequence[Example]) -> list[tuple[str, Message]]:
         """Return the commands that train on a batch. Its loss is the mean over the tokens of responses."""

@@ -59,35 +59,35 @@ class TinkerApi:
         settings: GatewaySettings,
         authenticators: Sequence[Authenticator] = (),
     ) -> None:
-        """Open the files in `http_state`. Raises InvalidArgument if one cannot be used.
+        """Open the files in `http_state`. Raises StateUnusable or InvalidArgument if one cannot be used.
 
         Download URLs hold as long as one of the authenticators admits the key that asked for them.
         """
         state, max_bytes = settings.http_state, settings.max_message_bytes
-        self._store = Store(state / "tinker.sqlite")
+        # The secrets first: nothing is left open if one cannot be had.
+        seeds, signing = (read_or_make_secret(state / f"{name}.secret") for name in ("seeds", "downloads"))
+        self.store = Store(state / "tinker.sqlite")
         clock = SteadyClock()
         # A client cannot be heard while the gateway is away, so that time is not counted.
         clock.resume(state / "clock.json", counts_downtime=False)
-        self._futures = Futures(self._store, waiting_bytes, clock)
-        self._sessions = Sessions(self._store, self._futures, clock)
-        names, aliases = Names(self._store), Aliases(settings.http_aliases)
+        self._futures = Futures(self.store, waiting_bytes, clock)
+        self._sessions = Sessions(self.store, self._futures, clock)
+        names, aliases = Names(self.store), Aliases(settings.http_aliases)
         # Posted work counts its bytes until it is done. Its calls count none, or it would wait for itself.
         sending = replace(services, waiting_bytes=WaitingBytes())
-        self._retirement = Retirement(sending, self._store)
+        self._retirement = Retirement(sending, self.store)
         self._sessions.on_over = self._retirement.wake
         self.models = Models(services, names, aliases)
         """Resolves names, Tinker's among them, for the other APIs too."""
-        self._tidying = Tidying(self.models, self._store)
+        self._tidying = Tidying(self.models, self.store)
         self._training = training = Training(
-            sending, self._store, names, aliases, self._retirement, self._tidying, self._futures, max_bytes
+            sending, self.store, names, aliases, self._retirement, self._tidying, self._futures, max_bytes
         )
-        seeds = read_or_make_secret(state / "seeds.secret")
         most_samples = max(settings.max_in_flight_per_tenant // 2, 1)
-        sampling = Sampling(sending, self._store, aliases, self._futures, seeds, most_samples)
-        signing = read_or_make_secret(state / "downloads.secret")
+        sampling = Sampling(sending, self.store, aliases, self._futures, seeds, most_samples)
         self.downloads = downloads = Downloads(services, signing, settings.http_public_url, authenticators)
         data_plane = DataPlane(
-            self._store,
+            self.store,
             self._sessions,
             self._futures,
             training,
@@ -99,7 +99,7 @@ class TinkerApi:
             max_body_bytes=max_bytes,
             tokenizer=settings.http_tokenizer,
         )
-        catalog = Catalog(services, self._store, names, self.models, self._sessions, downloads)
+        catalog = Catalog(services, self.store, names, self.models, self._sessions, downloads)
         self.routes = APIRouter(prefix=PREFIX)
         for routes in (data_plane.routes(), catalog.routes(), downloads.routes()):
             self.routes.include_router(routes)
@@ -123,7 +123,7 @@ class TinkerApi:
         await self._training.close()
         await self._retirement.close()
         await self._tidying.close()
-        self._store.close()
+        self.store.close()
 
 
 def _refusal(instead: str) -> Callable[[], Awaitable[None]]:

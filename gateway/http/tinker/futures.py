@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from gateway.http.problems import is_fixable_by_caller
+from gateway.http.state import StateUnusable
 from gateway.http.tinker.store import Store, StoredFuture
 from paceline import errors
 from paceline.background import Background
@@ -167,7 +168,8 @@ class Futures:
         """Accept work durably; repeating the call has no effect. `size` is about that of the request in bytes.
 
         The work starts at once. If it cannot be stored it is given up, and the same request may be posted again. Raises
-        RequestIdReused if the id names other work, UnreadableMessage if the request cannot be serialized, and DiskFull.
+        RequestIdReused if the id names other work, UnreadableMessage if the request cannot be serialized, and
+        StateUnusable.
         """
         try:
             body, digest = await decoded(size, _dumped, kind, request)
@@ -319,7 +321,7 @@ class Futures:
             work.task.cancel()
         if not work.result.done():
             self._waiting_bytes.remove(work.tenant, work.size)
-            work.result.set_result(Result.of_error(errors.DiskFull("the request could not be stored; post it again")))
+            work.result.set_result(Result.of_error(StateUnusable("the request could not be stored; post it again")))
 
     async def _end(self, work: Work) -> None:
         if work.task is not None:
@@ -345,7 +347,7 @@ class Futures:
         while True:
             try:
                 await self._store.settle_future(work.request_id, result.media, result.body, self._clock.now())
-            except (errors.DiskFull, sqlite3.Error) as error:
+            except (StateUnusable, sqlite3.Error) as error:
                 if self._closing.is_set():
                     raise
                 if not is_logged:

@@ -15,7 +15,7 @@ from typing import Any
 import zstandard
 
 from gateway.admission import FairQueue
-from gateway.http.edge import HttpEdge
+from gateway.http.apis import HttpApis
 from gateway.http.services import Services
 from gateway.proxy import Router, Upstream
 from gateway.settings import GatewaySettings
@@ -92,10 +92,10 @@ async def http_routes() -> list[HttpRoute]:
     with TemporaryDirectory() as state:
         trainer, waiting_bytes = Upstream("trainer", "localhost:1", None), WaitingBytes()
         services = Services(Router(trainer, [], 0), "", FairQueue(1, 1, 1), waiting_bytes)
-        edge = HttpEdge(GatewaySettings(http_state=Path(state), insecure=True), (), services, waiting_bytes)
-        await edge.stop()
+        apis = HttpApis(GatewaySettings(http_state=Path(state), insecure=True), (), services, waiting_bytes)
+        await apis.stop()
         await trainer.close()
-    app = edge._server.config.app._app
+    app = apis.app
     found = []
     for route in app.routes:
         fields = _FIELDS.get(route.path, ())

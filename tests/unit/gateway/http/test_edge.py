@@ -25,7 +25,7 @@ from structlog.testing import capture_logs
 from support.certificates import make_pem
 from support.patience import PATIENCE
 
-from gateway.http import edge, listener
+from gateway.http import apis, edge, listener
 from gateway.http.middleware import AccessMiddleware
 from gateway.http.tinker.downloads import Downloads
 from gateway.settings import GatewaySettings
@@ -152,7 +152,7 @@ async def test_a_refused_body_of_a_route_with_fields_keeps_its_reason(body, stat
 
     is_large = reason == "MESSAGE_TOO_LARGE"
     waiting = WaitingBytes(tenant_limit=10 if status == 429 else 0)
-    guarded = AccessMiddleware(edge.make_app(routes), [_ByName()], waiting, 100 if is_large else 32 << 20, [])
+    guarded = AccessMiddleware(apis.make_app(routes), [_ByName()], waiting, 100 if is_large else 32 << 20, [])
     transport = httpx.ASGITransport(guarded)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         headers = {"X-API-Key": "a", "Content-Type": "application/json"}

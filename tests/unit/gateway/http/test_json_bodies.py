@@ -10,7 +10,7 @@ import pytest
 from fastapi import APIRouter
 from pydantic import BaseModel, model_validator
 
-from gateway.http.edge import make_app
+from gateway.http.apis import make_app
 from gateway.http.json_bodies import JsonRoute, Texts, without_nulls
 
 

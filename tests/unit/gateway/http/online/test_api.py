@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from support.patience import PATIENCE
 
-from gateway.http.edge import make_app
+from gateway.http.apis import make_app
 from gateway.http.online import store
 from gateway.http.online.api import OnlineApi
 from paceline import errors
@@ -212,14 +212,14 @@ async def test_the_last_steps_have_a_version_though_the_example_behind_them_fail
 
 
 async def test_examples_that_come_while_the_learner_finds_none_are_trained_on(app, api, trainer, monkeypatch):
-    find, letters = api._store.next_batch, iter("bc")
+    find, letters = api.store.next_batch, iter("bc")
 
     async def find_slowly(*arguments):
         if not (batch := await find(*arguments)) and (letter := next(letters, "")):
             await train(app, SMALL, letter=letter)
         return batch
 
-    monkeypatch.setattr(api._store, "next_batch", find_slowly)
+    monkeypatch.setattr(api.store, "next_batch", find_slowly)
     await train(app, SMALL)
     assert (await trained(app))["trained"] == 3
 
@@ -374,8 +374,8 @@ async def test_models_whose_runs_were_deleted_make_room_unless_examples_wait(app
     status, answer = await train(app, SMALL, model="fourth")
     assert (status, answer["error"]["code"]) == (429, "QUOTA_EXCEEDED")
     del trainer.runs["run-1"], trainer.runs["run-2"]
-    first = api._store.model("tenant", "first")
-    await api._store.add_examples(first, [store.NewExample(b"waits", 1, b"waits")], 1e-4, 1)
+    first = api.store.model("tenant", "first")
+    await api.store.add_examples(first, [store.NewExample(b"waits", 1, b"waits")], 1e-4, 1)
     assert (await train(app, SMALL, model="fourth"))[0] == 202
-    assert [model.name for model in api._store.models("tenant")] == ["first", "third", "fourth"]
+    assert [model.name for model in api.store.models("tenant")] == ["first", "third", "fourth"]
     assert (await ask(app, "GET", "/train/status?model=second"))[0] == 404

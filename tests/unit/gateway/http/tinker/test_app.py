@@ -30,7 +30,7 @@ async def test_work_does_not_wait_for_bytes_that_it_counts_itself(tmp_path):
     waiting = WaitingBytes(tenant_limit=LIMIT)
     services = Services(Router(), "", FairQueue(8, 8, 8), waiting)
     api = TinkerApi(services, waiting, GatewaySettings(insecure=True, http_state=tmp_path))
-    await api._store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
+    await api.store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
     waiting.add("tenant", LIMIT)
     with pytest.raises(errors.QuotaExceeded):
         await services.call("tenant", pb.OptimStepRequest(run_id="run-1"), pb.OptimStepResponse)

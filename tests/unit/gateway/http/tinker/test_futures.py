@@ -9,10 +9,10 @@ from threading import Event
 import pytest
 from support.patience import PATIENCE
 
+from gateway.http.state import StateUnusable
 from gateway.http.tinker import futures as futures_module
 from gateway.http.tinker.futures import Futures, Kind, Result
 from gateway.http.tinker.store import Store
-from paceline import errors
 from paceline.waiting_bytes import WaitingBytes
 
 SAMPLER = "session:sample:0"
@@ -67,7 +67,7 @@ async def test_work_that_cannot_be_stored_is_refused_each_time_and_counts_no_byt
 
     async def full(_):
         await disk_is_full.wait()
-        raise errors.DiskFull("full")
+        raise StateUnusable("full")
 
     kind = futures.add(Kind("optim_step", str.encode, bytes.decode, never))
     with monkeypatch.context() as patch:
@@ -76,7 +76,7 @@ async def test_work_that_cannot_be_stored_is_refused_each_time_and_counts_no_byt
         await asyncio.sleep(0)
         assert waiting.used("tenant")
         disk_is_full.set()
-        assert [type(error) for error in await asyncio.gather(*posts, return_exceptions=True)] == [errors.DiskFull] * 2
+        assert [type(error) for error in await asyncio.gather(*posts, return_exceptions=True)] == [StateUnusable] * 2
     assert not waiting.used("tenant")
     await futures.post(kind, "model:1", "tenant", "session", "step")
     assert store.future("model:1").request == b"step"
@@ -90,7 +90,7 @@ async def limit_pages(store, pages):
     """Let the database grow to so many pages: with 100, every write of LARGE finds the disk full."""
     is_set = False
     while not is_set:
-        with suppress(errors.DiskFull):  # of another write in the same transaction
+        with suppress(StateUnusable):  # of another write in the same transaction
             await store.do(lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchall())
             is_set = True
 
@@ -115,7 +115,7 @@ async def test_a_result_that_cannot_be_stored_is_kept_and_stored_once_the_disk_h
     monkeypatch.setattr(futures_module, "_MAX_DELAY", 0.01)
     await limit_pages(store, 100)
     request_id = await post_with_large_result(futures)
-    with suppress(errors.DiskFull):
+    with suppress(StateUnusable):
         await store.do(lambda _: None)  # storing it has failed, also if this is in the same transaction
     assert store.future(request_id).result is None
     assert await futures.result("tenant", request_id, PATIENCE) == LARGE
@@ -145,7 +145,7 @@ async def test_work_that_ended_before_it_could_not_be_stored_takes_away_none_tha
 
     async def full(_):
         await disk_is_full.wait()
-        raise errors.DiskFull("full")
+        raise StateUnusable("full")
 
     kind = futures.add(Kind("optim_step", str.encode, bytes.decode, run))
     with monkeypatch.context() as patch:
@@ -155,7 +155,7 @@ async def test_work_that_ended_before_it_could_not_be_stored_takes_away_none_tha
         while not futures._works["model:1"].result.done():  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0)
         disk_is_full.set()
-        with pytest.raises(errors.DiskFull):
+        with pytest.raises(StateUnusable):
             await posting
     goes_on.clear()
     await futures.post(kind, "model:1", "tenant", "session", "step")
