@@ -53,6 +53,8 @@ def valid_request(method: MethodDescriptor, owned: Owned, seq_id: int = 1) -> Me
         "DeleteRun": run,
         "ForwardBackward": {**command, "data": data, "loss_fn": "cross_entropy"},
         "OptimStep": {**command, "adamw": codec.optimizer_to_proto(AdamParams()).adamw},
+        "Execute": {**command, "forward_backward": {"data": data, "loss_fn": "cross_entropy"}},
+        "Follow": {**run, "max_seconds": 0},
         "SaveCheckpoint": {**command, "name": "b", "kind": 1, "overwrite": True},
         "LoadCheckpoint": {**command, "path": owned.state},
         "PublishWeights": command,
