@@ -164,6 +164,8 @@ class _Disturbed:
         self.clients = 0
         self.run_id = ""
         self.closing: list[object] = []
+        self._is_attach_lost = False
+        """Whether an AttachRun failed. It may arrive late, and supersedes the client that attached meanwhile."""
         self._network, self._calm, self._loop = network, calm, loop
 
     def run(self) -> None:
@@ -178,12 +180,12 @@ class _Disturbed:
             self._on_loop(self._network.fail(plan.faults, plan.cuts))
             for chunk in plan.chunks:
                 self._issue_all(training, chunk)
-                if self._is_in_doubt and not chunk.keeps_client:
+                if self._is_superseded or (self._is_in_doubt and not chunk.keeps_client):
                     training = self._attach(service)
             self._on_loop(self._network.calm())
             if plan.is_short:
                 training = self._attach(self._calm)
-            elif self._is_in_doubt:
+            elif self._is_in_doubt or self._is_attach_lost:
                 training = self._attach(service)
             else:  # the connection may just be made again
                 self._patiently(lambda: service.get_run(self.run_id))
@@ -229,8 +231,21 @@ class _Disturbed:
         """Whether the fate of a command of the newest client is unknown."""
         return any(one.client == self.clients and one.fate is Fate.UNKNOWN for one in self.issued)
 
+    @property
+    def _is_superseded(self) -> bool:
+        """Whether the newest client is no longer the run's."""
+        last = [one.outcome for one in self.issued if one.client == self.clients]
+        return any(isinstance(outcome, errors.ClientSuperseded) for outcome in last)
+
     def _attach(self, service: ServiceClient) -> TrainingClient:
-        training = self._patiently(lambda: service.get_training_client(self.run_id))
+        def attach() -> TrainingClient:
+            try:
+                return service.get_training_client(self.run_id)
+            except errors.PacelineError:
+                self._is_attach_lost = True
+                raise
+
+        training = self._patiently(attach)
         self.clients += 1
         return training
 
