@@ -147,14 +147,14 @@ def test_a_disk_that_is_full_at_the_start_or_later_has_to_get_room(tmp_path):
         filler = fill(folder)
         with Gateway(folder / "http").running() as gateway:
             refusal = gateway.refusal()
-            assert "full" in refusal
+            assert "its disk is full; make room there" in refusal
             assert "aside" not in refusal
             filler.unlink()
             gateway.comes_back()
             filler = fill(folder)
             until(lambda: gateway.open_session().status_code == 503)
             refusal = gateway.open_session().json()["detail"]
-            assert "full" in refusal
+            assert "its disk is full; make room there" in refusal
             assert "aside" not in refusal
             assert gateway.is_out()
             filler.unlink()

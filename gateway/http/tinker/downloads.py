@@ -25,6 +25,7 @@ from fastapi import APIRouter, Request
 
 from gateway.admission import Authenticator
 from gateway.http.services import Services
+from gateway.http.state import trouble_of
 from gateway.http.streaming import StreamedResponse
 from paceline import errors
 from paceline.layout import CheckpointPath
@@ -194,7 +195,10 @@ class Downloads:
 
 
 def read_or_make_secret(path: Path) -> bytes:
-    """Return the secret in a file, created on first use. Raises InvalidArgument if there is none to be had."""
+    """Return the secret in a file, created on first use.
+
+    Raises StateUnusable, and InvalidArgument for a file that is not a secret.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with lock(path):
@@ -202,8 +206,7 @@ def read_or_make_secret(path: Path) -> bytes:
                 write_secret(path, secrets.token_bytes(_SECRET_BYTES))
             secret = path.read_bytes()
     except OSError as error:
-        message = f"{error.filename} cannot be read or written: {error.strerror}; make room, or see its mode and owner"
-        raise errors.InvalidArgument(message, field="http_state") from error
+        raise trouble_of(path, error) or error from error
     if len(secret) < _SECRET_BYTES or len(set(secret)) < _SECRET_BYTES // 2:
         raise errors.InvalidArgument(
             f"{path} is not a secret: it is too short or not random; remove it to have a new one created",
