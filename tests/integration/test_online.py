@@ -211,7 +211,7 @@ def test_a_batch_whose_step_another_client_took_is_never_computed_again(adapters
         caller.train(model="taken", pairs=PAIRS[1:3])
         wait_for(lambda: run_of(adapters, before).last_seq_id > before_seq, explain=lambda: caller.status("taken"))
         with paceline.ServiceClient(adapters.address, adapters.api_key) as service:
-            service.get_training_client(before["run_id"])
+            service.get_training_client(before["run_id"], outstanding="report")  # the engine is stopped
     finally:
         os.kill(engine, signal.SIGCONT)
     status = wait_for(lambda: (found := caller.status("taken"))["state"] == "stopped" and found)

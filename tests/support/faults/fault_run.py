@@ -364,7 +364,7 @@ def _said(outcome: object, run_id: str) -> str:
         case Checkpoint():
             said = f"{outcome.path}, step {outcome.step}, {outcome.sha256}"
         case PublishResult():
-            said = f"version {outcome.model.version}, {outcome.model.sha256}"
+            said = f"version {outcome.model.version}, {outcome.model.blake3}"
         case Run():
             said = f"run at {_facts(outcome)}"
         case _:
