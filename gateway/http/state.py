@@ -31,6 +31,7 @@ _REMEDIES = {
 _CODES = {
     errno.ENOSPC: sqlite3.SQLITE_FULL,
     errno.EDQUOT: sqlite3.SQLITE_FULL,
+    errno.EFBIG: sqlite3.SQLITE_FULL,  # the limit of a file's size
     errno.EROFS: sqlite3.SQLITE_READONLY,
     errno.EACCES: sqlite3.SQLITE_PERM,
     errno.EPERM: sqlite3.SQLITE_PERM,
