@@ -129,20 +129,6 @@ class Answers:
         record = self._records.get(seq_id)
         return None if record is None else record.facts
 
-    def repeat(self, seq_id: int, digest: bytes, last_seq_id: int) -> Answer:
-        """Return the answer of an executed command. Raises SeqIdReused, SeqIdExpired."""
-        record = self._records.get(seq_id)
-        if record is not None:
-            check_digest(digest, record.digest)
-        answer = None if record is None else answer_from_record(record)
-        if answer is None:
-            raise errors.SeqIdExpired(
-                f"was executed, but its answer is no longer kept; continue at {last_seq_id + 1}",
-                field="seq_id",
-                metadata={"last_seq_id": str(last_seq_id)},
-            )
-        return answer
-
     def _drop_reply(self, seq_id: int) -> None:
         if seq_id in self._reply_bytes:
             self._kept_bytes -= self._reply_bytes.pop(seq_id)
@@ -176,12 +162,6 @@ def answer_from_record(record: AnswerRecord) -> Answer | None:
         return None
     reply: Message = getattr(pb, f"{record.method}Response").FromString(record.reply)
     return reply
-
-
-def check_digest(given: bytes, known: bytes) -> None:
-    """Raise SeqIdReused unless both digests are of the same command."""
-    if given != known:
-        raise errors.SeqIdReused("was used with another payload; use the next one", field="seq_id")
 
 
 def request_digest(message: str, payload: bytes) -> bytes:

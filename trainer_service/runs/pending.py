@@ -190,10 +190,10 @@ class PendingCommands:
         self._append_following()
         return rebased
 
-    def missing_before(self, seq_id: int) -> int:
-        """Return the first command before `seq_id` that has not arrived; 0 if there is none."""
-        behind = range(self.appended + 1, seq_id)
-        return next((earlier for earlier in behind if earlier not in self.by_seq_id), 0)
+    @property
+    def missing(self) -> int:
+        """The first command that has not arrived: those that followed without a gap are in the journal."""
+        return self.appended + 1
 
     def executing(self) -> list[tuple[Command, CommandProgress]]:
         """Return the commands that are executing."""
@@ -265,7 +265,7 @@ class PendingCommands:
         seq_id = pending.command.seq_id
         if self.by_seq_id.get(seq_id) is not pending or pending.durable is not None:
             return
-        missing = self.missing_before(seq_id)
+        missing = self.missing
         self._discard(seq_id)
         message = f"command {missing} did not arrive within {self._gap_wait:g} s; send it, then this one again"
         gap = errors.SeqIdGap(message, field="seq_id", metadata={"missing": str(missing)})

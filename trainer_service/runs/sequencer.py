@@ -23,6 +23,7 @@ that state, so answers may come out of order. The following holds all the same:
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -193,7 +194,7 @@ class Sequencer:
                 return await self.submit(command)  # meanwhile the same one may have arrived, or the run been closed
             pending = self._waiting.accept(command)
             self._advance()
-        status = self._status(command.seq_id)
+        (status,) = self._statuses([command.seq_id])
         if status.digest not in {command.digest, b""}:
             return StatusStream([status.of_another()])
         stream = StatusStream([status], [] if pending is None else [pending], self._describe)
@@ -216,26 +217,36 @@ class Sequencer:
         """Return the statuses of commands. Close the stream."""
         distinct = dict.fromkeys(seq_ids)
         pending = [one for seq_id in distinct if (one := self._waiting.by_seq_id.get(seq_id)) is not None]
-        return StatusStream([self._status(seq_id) for seq_id in distinct], pending, self._describe)
+        return StatusStream(self._statuses(list(distinct)), pending, self._describe)
 
     @property
     def outstanding(self) -> list[int]:
         """Commands that have not ended, in order."""
         return sorted(key for key, one in self._waiting.by_seq_id.items() if not one.state.has_ended)
 
-    def _status(self, seq_id: int) -> CommandStatus:
-        pending = self._waiting.by_seq_id.get(seq_id)
-        if pending is not None:
-            return self._describe(pending)
+    def _statuses(self, seq_ids: Sequence[int]) -> list[CommandStatus]:
+        """Return what has become of commands, in the given order."""
+        arrived = [one for seq_id in seq_ids if (one := self._waiting.by_seq_id.get(seq_id)) is not None]
+        found = {status.seq_id: status for status in self._describe(arrived)}
+        return [found.get(seq_id) or self._status_of_past(seq_id) for seq_id in seq_ids]
+
+    def _status_of_past(self, seq_id: int) -> CommandStatus:
+        """Return the status of a command that was answered, or has not arrived."""
         if 0 < seq_id <= self.executed:
             return status_of_answer(seq_id, self.answers.get(seq_id))
         return CommandStatus(seq_id, CommandState.NOT_ARRIVED)
 
-    def _describe(self, pending: PendingCommand) -> CommandStatus:
-        seq_id = pending.command.seq_id
-        ahead = sum(earlier < seq_id and not one.state.has_ended for earlier, one in self._waiting.by_seq_id.items())
-        missing = self._waiting.missing_before(seq_id) if pending.durable is None else 0
-        return status_of_pending(pending, ahead, missing)
+    def _describe(self, commands: Sequence[PendingCommand]) -> list[CommandStatus]:
+        """Return the statuses of commands that have arrived, in one pass over all that have not ended."""
+        outstanding, missing = self.outstanding, self._waiting.missing
+        return [
+            status_of_pending(
+                pending,
+                ahead=bisect_left(outstanding, pending.command.seq_id),
+                missing=missing if pending.durable is None else 0,
+            )
+            for pending in commands
+        ]
 
     def start(self, executor: Executor) -> None:
         """Execute commands with `executor` from now on."""

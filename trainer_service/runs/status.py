@@ -73,7 +73,7 @@ class StatusStream:
         self,
         first: Sequence[CommandStatus],
         commands: Sequence[PendingCommand] = (),
-        describe: Callable[[PendingCommand], CommandStatus] = lambda pending: status_of_pending(pending, 0, 0),
+        describe: Callable[[Sequence[PendingCommand]], list[CommandStatus]] = lambda _: [],
     ) -> None:
         """`first` are the present statuses; `describe` makes those of `commands`, which may change."""
         self._first = {status.seq_id: status for status in first}
@@ -95,8 +95,7 @@ class StatusStream:
         Those that do not change are yielded again every few seconds. A command that changes twice before its status is
         read is yielded once. Raises why a command was left.
         """
-        for pending in list(self._changed):
-            self._first[pending.command.seq_id] = self._take(pending)
+        self._first.update((status.seq_id, status) for status in self._take())
         for status in self._first.values():
             yield status
         clock = asyncio.get_running_loop().time
@@ -109,8 +108,8 @@ class StatusStream:
                 await asyncio.wait_for(self.change(), left)
             except TimeoutError:
                 self._changed = dict(self._watched)
-            for pending in list(self._changed):
-                yield self._take(pending)
+            for status in self._take():
+                yield status
 
     async def last(self) -> CommandStatus:
         """Return the last status of the only command."""
@@ -124,14 +123,15 @@ class StatusStream:
         for pending in list(self._watched):
             self._stop(pending)
 
-    def _take(self, pending: PendingCommand) -> CommandStatus:
-        """Return the status of a command that has changed."""
-        self._changed.pop(pending, None)
-        if pending.left is not None:
-            raise pending.left.with_traceback(None)
-        if pending.state.has_ended:
-            self._stop(pending)
-        return self._describe(pending)
+    def _take(self) -> list[CommandStatus]:
+        """Return the statuses of the commands that have changed."""
+        changed, self._changed = list(self._changed), {}
+        for pending in changed:
+            if pending.left is not None:
+                raise pending.left.with_traceback(None)
+            if pending.state.has_ended:
+                self._stop(pending)
+        return self._describe(changed)
 
     def _note(self, pending: PendingCommand) -> None:
         self._changed[pending] = None
