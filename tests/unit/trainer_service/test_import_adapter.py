@@ -17,6 +17,7 @@ from paceline.rpc.identity import Identity
 from paceline.types import CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.import_adapter import import_adapter, main
+from trainer_service.volume_files import write_checked
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
 FILES = {"adapter_model.safetensors", "adapter_config.json", "manifest.json"}
@@ -32,8 +33,8 @@ def run_id(volume):
     run_id = new_run_id()
     volume.run(run_id).mkdir(parents=True)
     parameters = asdict(LoraConfig(rank=4, alpha=8))
-    facts = {"format": 1, "run_id": run_id, "tenant": "team", "base_model": "tiny", "lora": parameters}
-    (volume.run(run_id) / RUN_FILE).write_text(json.dumps(facts))
+    facts = {"run_id": run_id, "tenant": "team", "base_model": "tiny", "user_metadata": {}, "lora": parameters}
+    write_checked(volume.run(run_id) / RUN_FILE, facts)
     return run_id
 
 

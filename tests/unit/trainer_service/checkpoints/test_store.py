@@ -22,6 +22,7 @@ from paceline.rpc.identity import Identity
 from paceline.steady_clock import SteadyClock
 from paceline.types import CheckpointKind
 from trainer_service.checkpoints.store import CheckpointStore, Writer
+from trainer_service.volume_files import write_checked
 
 OWNER = Identity("team")
 RUN_ID = "run-" + "0" * 32
@@ -61,7 +62,7 @@ async def save(
 def volume(tmp_path: Path) -> layout.Volume:
     volume = layout.Volume(tmp_path)
     volume.run(RUN_ID).mkdir(parents=True)
-    (volume.run(RUN_ID) / layout.RUN_FILE).write_text(json.dumps({"format": 1, "tenant": "team"}))
+    write_checked(volume.run(RUN_ID) / layout.RUN_FILE, {"tenant": "team"})
     return volume
 
 
@@ -380,7 +381,7 @@ async def test_a_folder_that_cannot_be_listed_hides_no_checkpoint_elsewhere(stor
     await save(store, "weights")
     other = "run-" + "1" * 32
     volume.run(other).mkdir()
-    (volume.run(other) / layout.RUN_FILE).write_text(json.dumps({"format": 1, "tenant": "another"}))
+    write_checked(volume.run(other) / layout.RUN_FILE, {"tenant": "another"})
     theirs = await save(store, "theirs", run_id=other)
     failing.add("state")
     for run_id in (RUN_ID, ""):
