@@ -16,10 +16,10 @@ from typing import Protocol
 from structlog.contextvars import bind_contextvars
 
 from paceline import errors
+from paceline.files.secret_files import read_pem
 from paceline.rpc.identity import API_KEY_KEY, DEFAULT_TENANT, Identity, is_tenant, set_identity
 from paceline.rpc.interceptors import AroundInterceptor, Call
 from paceline.rpc.server import REFLECTION_METHODS
-from paceline.secret_files import read_pem
 
 
 class Access(Enum):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import errors
-from paceline.api_keys import ApiKey, hash_token, new_token, read_keys, update_keys
+from paceline.files.api_keys import ApiKey, hash_token, new_token, read_keys, update_keys
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 

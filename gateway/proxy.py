@@ -24,13 +24,13 @@ from gateway.served_base import ServedBase, ask_base, common_base
 from paceline import errors
 from paceline.gateway.v1 import gateway_service_pb2
 from paceline.log import get_logger
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.channel import TlsFiles, open_channel
 from paceline.rpc.identity import API_KEY_KEY, REQUEST_ID_KEY, ROUTE_KEY, current_identity, peer_metadata
 from paceline.rpc.readers import current_reader
 from paceline.rpc.status import DETAILS_KEY, error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2
 from paceline.trainer.v1 import trainer_service_pb2
-from paceline.waiting_bytes import WaitingBytes
 from paceline.weights.v1 import weight_service_pb2
 
 SERVICES = {

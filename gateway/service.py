@@ -19,9 +19,9 @@ from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
 from paceline import errors
 from paceline.gateway.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
+from paceline.requests.waiting_bytes import CALLS, WaitingBytes
 from paceline.rpc.interceptors import AroundInterceptor
 from paceline.rpc.server import Readiness
-from paceline.waiting_bytes import CALLS, WaitingBytes
 
 if TYPE_CHECKING:
     from gateway.http.edge import HttpEdge

@@ -15,13 +15,13 @@ from gateway.settings import GatewaySettings
 from paceline import __version__, codec, errors
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceServicer
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import current_identity, peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types import Quota
 from paceline.types.v1 import model_pb2, quota_pb2
-from paceline.waiting_bytes import WaitingBytes
 
 OfTrainer = TypeVar("OfTrainer", bound=Message)
 OfSampler = TypeVar("OfSampler", bound=Message)

@@ -86,7 +86,7 @@ def _up(*, until_eof: bool, **options: str) -> int:
     try:
         up(UpOptions(**options), until_eof=until_eof)  # type: ignore[arg-type] # argparse gives max_lora_rank as int
     except CannotStart as failure:
-        print(failure, file=sys.stderr)  # noqa: T201 # the last line, for people and for paceline.local
+        print(failure, file=sys.stderr)  # noqa: T201 # the last line, for people and for paceline.up.local
         return 1
     return 0
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from paceline import errors
-from paceline.regular_files import copy_file, link_file, open_folder
+from paceline.files.regular_files import copy_file, link_file, open_folder
 from paceline.types import CheckpointKind
 
 WEIGHTS_FILE = "adapter_model.safetensors"

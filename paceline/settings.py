@@ -22,9 +22,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
+from paceline.files.secret_files import check_secret, read_pem, read_secret
 from paceline.log import LogFormat
 from paceline.rpc.channel import TlsFiles
-from paceline.secret_files import check_secret, read_pem, read_secret
 
 CLIENT_VARIABLES = frozenset({"PACELINE_ADDRESS", "PACELINE_API_KEY", "PACELINE_TLS_CA"})
 """Read by the client; services ignore them."""

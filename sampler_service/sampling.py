@@ -14,7 +14,7 @@ from uuid import uuid4
 import numpy as np
 
 from paceline import errors
-from paceline.bodies import decoded
+from paceline.requests.bodies import decoded
 from paceline.types import ModelRef, Quota, SampledSequence, SampleResult, ServedModel, StopReason, StreamedTokens
 from paceline.types.training import Array
 from sampler_service.engine.coalescer import concatenated

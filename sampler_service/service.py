@@ -11,6 +11,7 @@ from typing import cast
 import grpc
 from prometheus_client import CollectorRegistry
 
+from paceline.base_model.weight_sharing import read_base
 from paceline.layout import Volume
 from paceline.log import get_logger
 from paceline.rpc.channel import open_channel
@@ -20,7 +21,6 @@ from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
 from paceline.types import ModelInfo
-from paceline.weight_sharing import read_base
 from sampler_service.agreement import AgreementStatus
 from sampler_service.engine.options import Weights
 from sampler_service.engine.protocol import WritableEngine

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import errors
-from paceline.chat import check_length, read_chat_body
-from paceline.chat_messages import TEMPLATE_KWARGS, read_messages, read_template_kwargs, read_tools
+from paceline.chat.bodies import check_length, read_chat_body
+from paceline.chat.messages import TEMPLATE_KWARGS, read_messages, read_template_kwargs, read_tools
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
 from paceline.types.training import Array

@@ -14,8 +14,8 @@ from time import perf_counter
 from make_model import default_directory, make_model
 from rich.console import Console
 
-from paceline.local import LocalServices, local_services
 from paceline.up import UP
+from paceline.up.local import LocalServices, local_services
 from paceline.up.plan import CannotStart, UpOptions
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,9 +15,9 @@ import secrets
 import sys
 from pathlib import Path
 
-from paceline.api_keys import ApiKey, hash_token, new_token, read_keys, update_keys
 from paceline.errors import InvalidArgument
-from paceline.secret_files import lock, read_secret, write_secret
+from paceline.files.api_keys import ApiKey, hash_token, new_token, read_keys, update_keys
+from paceline.files.secret_files import lock, read_secret, write_secret
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "secrets"
 _SHARED = 0o644

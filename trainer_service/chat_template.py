@@ -15,7 +15,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline import errors
-from paceline.chat_messages import (
+from paceline.chat.messages import (
     ASSISTANT,
     TEMPLATE_KWARGS,
     ContentFormat,

@@ -16,11 +16,11 @@ from typing import Any
 from google.protobuf.message import Message
 
 from paceline import codec, errors, layout, weights
-from paceline.base_weights import check_same_base
-from paceline.bodies import decoded
+from paceline.base_model.base_weights import check_same_base
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
+from paceline.requests.bodies import decoded
 from paceline.rpc.bounds import check_message
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import errors, layout, weights
-from paceline.regular_files import copy_file, read_file
+from paceline.files.regular_files import copy_file, read_file
 from paceline.types import Checkpoint, CheckpointKind, LoraConfig
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.runs.adapter_config import check_adapter_config

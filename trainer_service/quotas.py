@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import Identity
 from paceline.types import Quota
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.limits import disk_guard
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.runs.registry import RunRegistry

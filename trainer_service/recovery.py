@@ -16,10 +16,10 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from paceline import errors
-from paceline.base_weights import check_same_base
+from paceline.base_model.base_weights import check_same_base
+from paceline.files.regular_files import copy_file
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
-from paceline.regular_files import copy_file
 from paceline.types import CheckpointKind, RunState
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore

@@ -13,9 +13,9 @@ from paceline import errors, layout
 from paceline.background import Background, uninterrupted
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
+from paceline.requests.user_metadata import check_user_metadata
 from paceline.rpc.identity import Identity
 from paceline.types import LoraConfig, RunParameters
-from paceline.user_metadata import check_user_metadata
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.client import EngineProcess

@@ -16,15 +16,15 @@ from prometheus_client.registry import Collector
 
 from paceline import errors, layout
 from paceline.background import Background
-from paceline.base_weights import base_weights_sha256
+from paceline.base_model.base_weights import base_weights_sha256
 from paceline.log import get_logger
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.steady_clock import SteadyClock
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from paceline.types import ModelCertificate, ModelInfo, PackingMode, RunState
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, SnapshotPolicy

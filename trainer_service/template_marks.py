@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline import errors
-from paceline.chat_messages import ASSISTANT, Message
+from paceline.chat.messages import ASSISTANT, Message
 
 _THOUGHT = re.compile(r"(\s*</?think>\s*)")
 _TOOLS = -1

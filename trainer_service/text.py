@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from paceline import errors, layout
-from paceline.chat import check_length, read_chat_body
-from paceline.chat_messages import (
+from paceline.chat.bodies import check_length, read_chat_body
+from paceline.chat.messages import (
     ASSISTANT,
     MESSAGE_FIELDS,
     TEMPLATE_KWARGS,
@@ -30,7 +30,7 @@ from paceline.chat_messages import (
     read_tools,
     texts_of,
 )
-from paceline.regular_files import read_file
+from paceline.files.regular_files import read_file
 from paceline.types import Datum
 from trainer_service.chat_template import ChatTemplate, Turn
 

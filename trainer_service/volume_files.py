@@ -13,9 +13,9 @@ import google_crc32c
 import msgspec
 
 from paceline import errors, layout
+from paceline.files.regular_files import NotRegularFile, read_file
 from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
-from paceline.regular_files import NotRegularFile, read_file
 
 COPY_FILE = "run.copy.json"
 _VOLUME_FILE = "volume.json"

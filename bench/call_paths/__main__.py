@@ -21,7 +21,7 @@ from make_model import default_directory, make_model
 
 from bench import ROOT
 from paceline import AdamParams, Datum, ServiceClient
-from paceline.local import local_services
+from paceline.up.local import local_services
 from paceline.up.plan import UpOptions
 
 Calls = set[tuple[str, str]]

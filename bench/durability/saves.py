@@ -26,9 +26,9 @@ from make_model import default_directory, make_model
 
 from bench.budgets import budget
 from paceline import layout
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.client import Captured, EngineProcess
 from trainer_service.engine.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS

@@ -29,9 +29,9 @@ import paceline
 from bench.budgets import budget
 from bench.publish.times import running
 from paceline import AdamParams, Datum, SamplingParams
+from paceline.base_model.weight_sharing import read_base
 from paceline.rpc.health import wait_until_serving
 from paceline.up.plan import UpOptions, make_plans, read_or_make_key
-from paceline.weight_sharing import read_base
 
 PROMPT = list(range(1000, 1032))
 SCORED = [1000 + i % 500 for i in range(256)]

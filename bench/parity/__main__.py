@@ -21,7 +21,7 @@ import paceline
 from bench.budgets import budget
 from bench.parity.stock import BFLOAT16_FACTOR, FLOAT32_BUDGET, PROMPTS, measure_stock
 from paceline import AdamParams, Datum, SamplingParams
-from paceline.local import local_services
+from paceline.up.local import local_services
 from paceline.up.plan import UpOptions
 
 PARAMS = SamplingParams(max_tokens=32, seed=0, ignore_eos=True)

@@ -24,7 +24,7 @@ from gateway.http.tinker.app import TinkerApi
 from gateway.settings import GatewaySettings
 from paceline import errors
 from paceline.log import get_logger
-from paceline.waiting_bytes import WaitingBytes
+from paceline.requests.waiting_bytes import WaitingBytes
 
 _log = get_logger(__name__)
 

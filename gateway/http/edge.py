@@ -33,10 +33,10 @@ from gateway.http.tinker import downloads
 from gateway.http.tinker.app import PREFIX as TINKER
 from gateway.settings import GatewaySettings
 from paceline import errors
-from paceline.bodies import MAX_JSON_PARTS
 from paceline.log import get_logger
+from paceline.requests.bodies import MAX_JSON_PARTS
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.readers import READER_SECONDS
-from paceline.waiting_bytes import WaitingBytes
 
 _OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz")
 _EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "Version", "Checkpoint", "Blake3"))]

@@ -14,8 +14,8 @@ from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.openai import OpenAiApi
 from paceline import errors
-from paceline.bodies import decoded
-from paceline.chat import read_object
+from paceline.chat.bodies import read_object
+from paceline.requests.bodies import decoded
 
 _PREFIX = "token_id:"
 """Prefix of a token's name when ids replace texts."""

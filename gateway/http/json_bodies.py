@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope
 from typing_extensions import TypeAliasType
 
 from paceline import errors
-from paceline.bodies import decoded
+from paceline.requests.bodies import decoded
 
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _NAME = re.compile(r"(?:unknown|required) field `(.*?)`")

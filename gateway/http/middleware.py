@@ -19,11 +19,11 @@ from structlog.contextvars import bound_contextvars
 from gateway.admission import Authenticator, bearer_token
 from gateway.http.problems import problem
 from paceline import errors
-from paceline.bodies import MAX_JSON_PARTS, JsonParts
 from paceline.log import get_logger
+from paceline.requests.bodies import MAX_JSON_PARTS, JsonParts
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import REQUEST_ID_KEY, Identity
 from paceline.rpc.interceptors import request_id_of
-from paceline.waiting_bytes import WaitingBytes
 
 _BODY_SECONDS = 60.0
 """How long a body may take to arrive."""

@@ -16,8 +16,8 @@ from gateway.http.openai_errors import openai_body
 from gateway.http.services import Services
 from gateway.http.streaming import StreamedResponse
 from paceline import codec, errors
-from paceline.bodies import decoded
-from paceline.chat import read_object
+from paceline.chat.bodies import read_object
+from paceline.requests.bodies import decoded
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef
 

@@ -15,12 +15,12 @@ from structlog.contextvars import get_contextvars
 from gateway.admission import FairQueue
 from gateway.proxy import SERVICES, Router, Upstream, gateway_error
 from paceline import codec
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import REQUEST_ID_KEY, ROUTE_KEY, peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.types import ModelRef, SampleResult, SamplingParams
 from paceline.types.training import Array
-from paceline.waiting_bytes import WaitingBytes
 
 Reply = TypeVar("Reply", bound=Message)
 

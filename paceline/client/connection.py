@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
+from paceline.files.secret_files import read_pem
 from paceline.rpc.channel import TlsFiles
-from paceline.secret_files import read_pem
 
 DEFAULT_PORT = 50050
 DEFAULT_ADDRESS = f"localhost:{DEFAULT_PORT}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from paceline.secret_files import read_pem
+from paceline.files.secret_files import read_pem
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Sized for replies with the log-probabilities of whole batches; requests are split well below this."""

@@ -26,8 +26,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from structlog.contextvars import bound_contextvars
 
 from paceline import errors
-from paceline.bodies import decoded
 from paceline.log import get_logger
+from paceline.requests.bodies import decoded
 from paceline.rpc.bounds import parse_request, request_of
 from paceline.rpc.identity import (
     CREDENTIAL_KEY,

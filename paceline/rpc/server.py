@@ -24,10 +24,10 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 from prometheus_client import CollectorRegistry
 
 from paceline.errors import PacelineError
+from paceline.files.secret_files import read_pem
 from paceline.log import configure_logging, get_logger
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
 from paceline.rpc.port_limits import health_options, serve_metrics, service_options
-from paceline.secret_files import read_pem
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)

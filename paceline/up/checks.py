@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from paceline.base_weights import weights_files
+from paceline.base_model.base_weights import weights_files
 from paceline.errors import PacelineError
 from paceline.settings import ServiceSettings, check_environment, settings_of
 from paceline.up.plan import CannotStart, Plan

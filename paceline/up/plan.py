@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from paceline.api_keys import ApiKey, hash_token, new_token, update_keys
 from paceline.errors import InvalidArgument
+from paceline.files.api_keys import ApiKey, hash_token, new_token, update_keys
+from paceline.files.secret_files import lock, read_secret, write_secret
 from paceline.machine import visible_gpus
-from paceline.secret_files import lock, read_secret, write_secret
 
 
 class CannotStart(Exception):

@@ -15,7 +15,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from paceline.regular_files import open_raw
+from paceline.files.regular_files import open_raw
 
 _PIECE_BYTES = 1 << 18
 """256 KiB: stays in a core's cache between reading and hashing."""

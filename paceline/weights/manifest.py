@@ -18,8 +18,8 @@ from google.protobuf import json_format
 
 from paceline import errors
 from paceline.codec.models import served_model_to_proto
+from paceline.files.regular_files import read_file
 from paceline.layout import ADAPTER_FILES, CONFIG_FILE, MANIFEST_FILE, MODEL_FILE, WEIGHTS_FILE
-from paceline.regular_files import read_file
 from paceline.types import ServedModel
 from paceline.weights.hashing import blake3_of, checksums_of, sha256_of
 from paceline.weights.safetensors import read_tensor_entries

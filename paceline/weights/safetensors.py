@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline import errors
-from paceline.regular_files import open_raw
+from paceline.files.regular_files import open_raw
 from paceline.types.v1 import tensor_pb2
 from paceline.weights.v1 import weight_service_pb2 as pb
 

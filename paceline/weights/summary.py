@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from paceline import errors
+from paceline.files.regular_files import read_file
 from paceline.layout import MANIFEST_FILE
-from paceline.regular_files import read_file
 
 
 class _Model(msgspec.Struct, frozen=True):

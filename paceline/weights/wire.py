@@ -20,7 +20,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from paceline import errors
-from paceline.regular_files import open_raw
+from paceline.files.regular_files import open_raw
 from paceline.types import ModelRef
 from paceline.weights.hashing import Blake3
 from paceline.weights.v1 import weight_service_pb2 as pb

@@ -21,9 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
-from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, entries
-from paceline.model_directory import (
+from paceline.base_model.model_directory import (
     Loading,
     ModelDamagedError,
     check_directory,
@@ -33,7 +31,9 @@ from paceline.model_directory import (
     weights_in,
     why_not_loaded,
 )
-from paceline.regular_files import read_file
+from paceline.errors import InvalidArgument, InvalidShape, RankTooLarge
+from paceline.files.regular_files import read_file
+from paceline.layout import CONFIG_FILE, WEIGHTS_FILE, entries
 from paceline.weights import parse_adapter_config, read_header, read_tensor_entries
 from sampler_service.engine.protocol import EngineUnfit
 

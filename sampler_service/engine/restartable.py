@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline import layout
-from paceline.base_weights import base_weights_sha256
+from paceline.base_model.base_weights import base_weights_sha256
 from paceline.errors import ChecksumMismatch, EngineUnavailable, ModelNotLoadable
 from paceline.log import get_logger
 from paceline.types import ModelInfo, SamplingParams

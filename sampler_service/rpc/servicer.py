@@ -23,7 +23,7 @@ from paceline.codec import (
     tensor_to_proto,
     token_ids_from_proto,
 )
-from paceline.pages import page_of
+from paceline.requests.pages import page_of
 from paceline.rpc.identity import current_identity
 from paceline.rpc.readers import current_reader
 from paceline.sampler.v1 import sampler_service_pb2 as pb

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from paceline.background import Background
 from paceline.errors import DiskFull, EngineUnavailable
+from paceline.files.regular_files import copy_file
 from paceline.log import get_logger
-from paceline.regular_files import copy_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.base import StagedAdapter, VersionKey, check_owner
 from sampler_service.transports.staging import StagingArea

@@ -16,10 +16,10 @@ from time import perf_counter
 import msgspec
 
 from paceline import errors
+from paceline.base_model.weight_sharing import SOCKET, WriteReply, WriteRequest, decode_request
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
-from paceline.weight_sharing import SOCKET, WriteReply, WriteRequest, decode_request
 from paceline.weights import absent
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.engine.protocol import Adapter, LoadTimes, WritableEngine

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline import errors
-from paceline.base_weights import check_same_base
+from paceline.base_model.base_weights import check_same_base
 from paceline.codec.models import served_model_from_proto
-from paceline.regular_files import NotRegularFile, lstat_files
+from paceline.files.regular_files import NotRegularFile, lstat_files
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import absent, blake3_of, is_model, verify_adapter, verify_model, weights_file

@@ -14,8 +14,8 @@ from uuid import uuid4
 
 from paceline import errors
 from paceline.background import Background
+from paceline.files.own_directory import OwnDirectory
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.own_directory import OwnDirectory
 from paceline.weights import ChunkWriter, Piece, crc32c_of, read_tensor_entries, weights_file
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.transports.base import StagedAdapter

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.weight_sharing import claim
+from paceline.base_model.weight_sharing import claim
 from sampler_service.engine.vllm.worker.weight_export import Places, hugging_face_views
 
 

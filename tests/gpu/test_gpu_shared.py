@@ -15,9 +15,9 @@ from support.stacks.cluster import Cluster
 
 import paceline
 from paceline import AdamParams, Datum, SamplingParams
+from paceline.base_model.weight_sharing import read_base
 from paceline.errors import BaseMismatch
 from paceline.types import LoraConfig
-from paceline.weight_sharing import read_base
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.weight_sharing import open_tensors
@@ -84,7 +84,7 @@ def test_a_borrower_that_is_killed_leaves_the_weights_to_the_next(lender):
     """So does one that ends by itself. Each lowers a counter of torch's that was raised once."""
     before = lender.sum()
     opened = (
-        "import os, sys, torch; from pathlib import Path; from paceline.weight_sharing import read_base; "
+        "import os, sys, torch; from pathlib import Path; from paceline.base_model.weight_sharing import read_base; "
         "from trainer_service.engine.weight_sharing import open_tensors; path = Path(sys.argv[1]); "
         "tensors = open_tensors(path, read_base(path), torch.device('cuda')); torch.cuda.synchronize(); "
     )

@@ -12,7 +12,7 @@ from support.stacks.sampler_stack import until, version_ref
 from support.stacks.weight_stack import BASE, make_version
 
 from paceline import codec, errors
-from paceline.base_weights import base_weights_sha256
+from paceline.base_model.base_weights import base_weights_sha256
 from paceline.layout import new_run_id
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import peer_metadata

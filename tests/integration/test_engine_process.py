@@ -28,7 +28,7 @@ from paceline.errors import (
     OutOfRange,
     RunNotFound,
 )
-from paceline.own_directory import OwnDirectory
+from paceline.files.own_directory import OwnDirectory
 from paceline.types import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.client import EngineProcess
 from trainer_service.engine.messages import SaveState

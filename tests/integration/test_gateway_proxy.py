@@ -16,9 +16,9 @@ from support.stacks.gateway_stack import CREDENTIAL, Sampler, bearer, gateway, s
 
 from gateway.keys import add_key
 from gateway.proxy import Proxy, Router, Upstream
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import CredentialInterceptor
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
-from paceline.waiting_bytes import WaitingBytes
 
 _MESSAGES = [b"", b"\x00", os.urandom(3), os.urandom(1 << 16), b"", os.urandom(3 << 20)]
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))

@@ -13,9 +13,9 @@ from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster, wait_for
 
 from paceline import AdamParams, Datum, SamplingParams
+from paceline.base_model.weight_sharing import read_base
 from paceline.errors import BaseMismatch
 from paceline.types import LoraConfig
-from paceline.weight_sharing import read_base
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 

@@ -15,8 +15,8 @@ from support.stacks.cluster import Cluster
 from transformers import AutoModelForCausalLM
 
 from paceline import AdamParams, Datum, SamplingParams, errors
+from paceline.base_model.weight_sharing import WriteRequest, read_base, write_turn
 from paceline.layout import Volume
-from paceline.weight_sharing import WriteRequest, read_base, write_turn
 
 pytestmark = pytest.mark.services
 

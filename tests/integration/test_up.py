@@ -11,7 +11,7 @@ from support.models.tiny_models import make_tiny_llama
 from support.ports import free_service_ports
 
 import paceline
-from paceline.local import local_services
+from paceline.up.local import local_services
 from paceline.up.plan import CannotStart, UpOptions
 
 

@@ -19,10 +19,10 @@ from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import wait_for
 
 from paceline import codec, errors, layout, weights
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, FullParameters, LoraConfig
-from paceline.waiting_bytes import WaitingBytes
 from paceline.weights.v1 import weight_service_pb2 as wpb
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, SnapshotPolicy

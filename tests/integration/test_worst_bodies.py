@@ -25,7 +25,7 @@ import paceline
 from gateway.http.edge import most_parts
 from gateway.http.metaclaw.bodies import BATCHES
 from gateway.keys import add_key
-from paceline.bodies import MAX_JSON_PARTS
+from paceline.requests.bodies import MAX_JSON_PARTS
 from paceline.rpc.identity import peer_metadata
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.tinker.v1 import tinker_pb2

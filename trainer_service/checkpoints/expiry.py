@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from paceline import layout
+from paceline.files.regular_files import read_file
 from paceline.log import get_logger
-from paceline.regular_files import read_file
 from paceline.steady_clock import SteadyClock
 
 _log = get_logger(__name__)

@@ -24,9 +24,9 @@ from weakref import WeakValueDictionary
 
 from paceline import errors, layout, weights
 from paceline.background import Background, uninterrupted
+from paceline.files.regular_files import open_file
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
-from paceline.regular_files import open_file
 from paceline.rpc.identity import Identity
 from paceline.steady_clock import SteadyClock
 from paceline.types import Checkpoint, CheckpointKind, ServedModel

@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from paceline.errors import EngineUnavailable
-from paceline.own_directory import OwnDirectory
+from paceline.files.own_directory import OwnDirectory
 from paceline.types import (
     Datum,
     ForwardBackwardSpec,

@@ -9,8 +9,8 @@ import asyncio
 from pathlib import Path
 
 from paceline import errors
+from paceline.base_model.weight_sharing import is_lent, read_base
 from paceline.log import get_logger
-from paceline.weight_sharing import is_lent, read_base
 
 _log = get_logger(__name__)
 

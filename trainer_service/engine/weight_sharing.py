@@ -17,8 +17,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from paceline.errors import BaseMismatch, BaseUnavailable, PacelineError
-from paceline.weight_sharing import (
+from paceline.base_model.weight_sharing import (
     BaseManifest,
     CudaStorage,
     SharedStorage,
@@ -27,6 +26,7 @@ from paceline.weight_sharing import (
     read_base,
     write_turn,
 )
+from paceline.errors import BaseMismatch, BaseUnavailable, PacelineError
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.protocol import PublishedAs
 

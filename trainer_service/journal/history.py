@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from paceline import layout
+from paceline.files.regular_files import open_file, read_file
 from paceline.log import get_logger
-from paceline.regular_files import open_file, read_file
 from trainer_service.journal.format import (
     AnswerRecord,
     AttemptRecord,

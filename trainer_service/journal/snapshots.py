@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from paceline import layout
+from paceline.files.regular_files import read_file
 from paceline.log import get_logger
-from paceline.regular_files import read_file
 from paceline.weights import Sums, find_damaged, write_sums
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import (

@@ -12,11 +12,11 @@ import grpc
 from google.protobuf.message import Message
 
 from paceline import __version__, codec, errors
-from paceline.bodies import decoded
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.log import get_logger
-from paceline.pages import page_of
+from paceline.requests.bodies import decoded
+from paceline.requests.pages import page_of
 from paceline.rpc.identity import current_identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer

@@ -12,7 +12,7 @@ from uuid import uuid4
 import grpc
 
 from paceline import codec, errors, layout, weights
-from paceline.base_weights import check_same_base
+from paceline.base_model.base_weights import check_same_base
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import PEER_TENANT, Identity, current_identity
 from paceline.types import CheckpointKind, ModelInfo, ModelRef

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline import errors
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.types import CommandState
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.journal.format import CancelRecord, Facts, RebaseRecord
 from trainer_service.journal.journal import RunJournal
 from trainer_service.runs.command import Answer, Command

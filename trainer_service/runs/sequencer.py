@@ -34,8 +34,8 @@ from google.protobuf.message import Message
 from paceline import errors
 from paceline.background import Background
 from paceline.log import get_logger
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.types import CommandState
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AttemptRecord, Facts

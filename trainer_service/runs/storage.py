@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline import layout
 from paceline.log import get_logger
-from paceline.waiting_bytes import WaitingBytes
+from paceline.requests.waiting_bytes import WaitingBytes
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import Facts, JournalDamagedError
 from trainer_service.journal.history import (

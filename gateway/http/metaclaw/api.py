@@ -30,8 +30,8 @@ from gateway.http.metaclaw.sessions import SECONDS, Commands, Session, Sessions
 from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.services import Services
-from paceline.bodies import decoded
 from paceline.client.batching import sendable
+from paceline.requests.bodies import decoded
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import ModelRef, Run, SamplingParams, StopReason
 from paceline.types.v1 import lora_pb2

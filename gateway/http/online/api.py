@@ -24,10 +24,10 @@ from gateway.http.online.store import MOST_WAITING_BYTES, NewExample, OnlineMode
 from gateway.http.problems import is_fixable_by_caller
 from gateway.http.services import Services
 from paceline import errors
-from paceline.bodies import decoded
 from paceline.client.batching import render_all
+from paceline.requests.bodies import decoded
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.waiting_bytes import WaitingBytes
 
 _SECONDS = 600.0
 _OPTIMIZER = "apollo_mini"

@@ -36,7 +36,7 @@ from gateway.http.tinker.training import (
     sampler_id_of,
 )
 from paceline import errors
-from paceline.bodies import decoded
+from paceline.requests.bodies import decoded
 from paceline.rpc.bounds import check_wire
 from paceline.tinker.v1 import tinker_pb2
 from paceline.types import CheckpointKind

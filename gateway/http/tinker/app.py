@@ -24,8 +24,8 @@ from gateway.http.tinker.tidying import Tidying
 from gateway.http.tinker.training import Training
 from gateway.settings import GatewaySettings
 from paceline import errors
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.steady_clock import SteadyClock
-from paceline.waiting_bytes import WaitingBytes
 
 PREFIX = "/api/v1"
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{folder}/{name}"

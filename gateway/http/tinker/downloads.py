@@ -28,9 +28,9 @@ from gateway.http.services import Services
 from gateway.http.state import trouble_of
 from gateway.http.streaming import StreamedResponse
 from paceline import errors
+from paceline.files.secret_files import lock, write_secret
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
-from paceline.secret_files import lock, write_secret
 from paceline.steady_clock import Machine
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 

@@ -22,12 +22,12 @@ from gateway.http.state import StateUnusable
 from gateway.http.tinker.store import Store, StoredFuture
 from paceline import errors
 from paceline.background import Background
-from paceline.bodies import decoded
 from paceline.client.retry import is_retryable
 from paceline.log import get_logger
+from paceline.requests.bodies import decoded
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.status import status_message
 from paceline.steady_clock import SteadyClock
-from paceline.waiting_bytes import WaitingBytes
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_SECONDS = 3600.0

@@ -21,7 +21,7 @@ from gateway.http.tinker.names import Aliases
 from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import Body
 from paceline import errors
-from paceline.bodies import decoded
+from paceline.requests.bodies import decoded
 from paceline.types import ModelRef, SampleResult, SamplingParams, StopReason
 from paceline.types.sampling import unsigned_seed
 from paceline.types.training import Array

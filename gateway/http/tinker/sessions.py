@@ -18,8 +18,8 @@ from gateway.http.tinker.futures import KEPT_SECONDS, Futures
 from gateway.http.tinker.store import Session, Store
 from paceline import errors
 from paceline.log import get_logger
+from paceline.requests.user_metadata import check_user_metadata
 from paceline.steady_clock import SteadyClock
-from paceline.user_metadata import check_user_metadata
 
 SILENT_SECONDS = 900.0
 """How long a session may be silent before it is over; heartbeats come every 10 s."""

@@ -23,15 +23,15 @@ from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.tidying import Tidying
 from paceline import codec, errors
 from paceline.background import Background, uninterrupted
-from paceline.bodies import decoded
 from paceline.client.batching import sendable
 from paceline.client.retry import is_unread
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
+from paceline.requests.bodies import decoded
+from paceline.requests.user_metadata import check_user_metadata
 from paceline.tinker.v1 import tinker_pb2
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.v1 import lora_pb2
-from paceline.user_metadata import check_user_metadata
 
 _log = get_logger(__name__)
 _SECONDS = 600.0

@@ -14,8 +14,8 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from paceline.base_model.model_directory import check_directory, check_tied
 from paceline.errors import EngineUnavailable, Unsupported
-from paceline.model_directory import check_directory, check_tied
 from paceline.types import ModelInfo, SamplingParams, StopReason, TopkLogprobs
 from paceline.types.training import Array
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup

@@ -27,12 +27,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from paceline.base_model.weight_sharing import clear
 from paceline.errors import EngineUnavailable, InvalidArgument, InvalidShape
+from paceline.files.own_directory import OwnDirectory
 from paceline.log import get_logger
-from paceline.own_directory import OwnDirectory
 from paceline.types import ModelInfo, SamplingParams, TopkLogprobs
 from paceline.types.training import Array
-from paceline.weight_sharing import clear
 from sampler_service.engine.coalescer import Coalescer, ReaderGroup
 from sampler_service.engine.liveness import while_alive
 from sampler_service.engine.model_files import (

@@ -35,7 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from paceline import errors
-from paceline.chat_messages import content_format, with_text_arguments
+from paceline.chat.messages import content_format, with_text_arguments
 from paceline.log import get_logger
 from paceline.types import ModelInfo
 from sampler_service.engine.protocol import TextEndpoint, TextRequest, Turn

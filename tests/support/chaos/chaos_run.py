@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 from safetensors.numpy import load_file
 
-from paceline.api_keys import ApiKey, hash_token, update_keys
+from paceline.files.api_keys import ApiKey, hash_token, update_keys
 from support.chaos.chaos_clients import NOT_EXECUTED, Client
 from support.chaos.chaos_faults import FullDisk, Killer, Services, TrainerKiller
 from support.chaos.chaos_scores import Scorer

@@ -19,7 +19,7 @@ from gateway.http.apis import HttpApis
 from gateway.http.services import Services
 from gateway.proxy import Router, Upstream
 from gateway.settings import GatewaySettings
-from paceline.waiting_bytes import WaitingBytes
+from paceline.requests.waiting_bytes import WaitingBytes
 from support.fuzz.valid_http import BATCHES, FORWARD_BACKWARD, MESSAGES, MORE, HttpOwned, valid_bodies
 
 _FIELDS = {

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest_asyncio
 
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history

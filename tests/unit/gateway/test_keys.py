@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from gateway.keys import KeyRing, add_key, main, remove_key
 from paceline import errors
-from paceline.api_keys import PREFIX, read_keys
+from paceline.files.api_keys import PREFIX, read_keys
 from paceline.rpc.identity import Identity
 
 

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from support.models.tiny_models import make_tiny_llama
 from transformers import AutoModelForCausalLM
 
-from paceline import base_weights, errors
-from paceline.base_weights import base_weights_sha256, check_same_base
+from paceline import errors
+from paceline.base_model import base_weights
+from paceline.base_model.base_weights import base_weights_sha256, check_same_base
 
 TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.zeros(0)}
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from paceline import errors
-from paceline.bodies import MAX_JSON_PARTS, JsonParts, decoded, depth_of
-from paceline.chat import read_chat_body
+from paceline.chat.bodies import read_chat_body
+from paceline.requests.bodies import MAX_JSON_PARTS, JsonParts, decoded, depth_of
 
 _MANY = [b"1," * MAX_JSON_PARTS, b"{}," * MAX_JSON_PARTS, b"]" * (MAX_JSON_PARTS + 1), b"\\n" * (MAX_JSON_PARTS + 1)]
 

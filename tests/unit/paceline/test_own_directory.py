@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from paceline.own_directory import OwnDirectory
+from paceline.files.own_directory import OwnDirectory
 
 DIES = (
     "import os, signal, sys\n"
     "from pathlib import Path\n"
-    "from paceline.own_directory import OwnDirectory\n"
+    "from paceline.files.own_directory import OwnDirectory\n"
     "own = OwnDirectory(Path(sys.argv[1]), 'kind')\n"
     "(own.path / 'file').touch()\n"
     "os.kill(os.getpid(), signal.SIGKILL)\n"

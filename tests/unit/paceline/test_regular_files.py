@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from paceline import layout
-from paceline.regular_files import (
+from paceline.files.regular_files import (
     NotRegularFile,
     copy_file,
     link_file,

@@ -27,9 +27,9 @@ from gateway.http.tinker.downloads import read_or_make_secret
 from gateway.keys import KeyRing, add_key, remove_key
 from gateway.settings import GatewaySettings
 from paceline import ServiceClient, errors
-from paceline.api_keys import PREFIX, hash_token, read_keys, update_keys
+from paceline.files.api_keys import PREFIX, hash_token, read_keys, update_keys
+from paceline.files.secret_files import read_secret
 from paceline.rpc.channel import TlsFiles, open_channel
-from paceline.secret_files import read_secret
 from paceline.settings import settings_of
 from paceline.up.plan import CannotStart, read_or_make_key
 

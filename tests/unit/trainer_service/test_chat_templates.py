@@ -16,7 +16,7 @@ from support.models.chat_templates import FAMILIES, Family
 from support.models.tiny_models import make_tiny_llama
 
 from paceline import errors
-from paceline.chat_messages import read_messages
+from paceline.chat.messages import read_messages
 from trainer_service.text import ConversationRenderer
 
 CONTEXT = 1 << 15

@@ -13,9 +13,9 @@ import pytest
 from support.patience import PATIENCE
 
 from paceline import errors, layout
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import Identity
 from paceline.types import LoraConfig, ModelInfo
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine.protocol import AdapterInfo
 from trainer_service.failpoints import NO_FAILPOINTS

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.base_model.model_directory import first_line
 from paceline.errors import OutOfMemory, PacelineError, Unsupported
-from paceline.model_directory import first_line
 from paceline.types import ForwardBackwardSpec, LoraConfig, ModelCertificate
 from paceline.types.training import Array
 from trainer_service.engine import messages

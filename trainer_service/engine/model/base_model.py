@@ -14,8 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from paceline.base_model.model_directory import (
+    Loading,
+    ModelDamagedError,
+    check_directory,
+    check_fit,
+    check_tied,
+    why_not_loaded,
+)
 from paceline.errors import ModelNotFound, PacelineError, Unsupported
-from paceline.model_directory import Loading, ModelDamagedError, check_directory, check_fit, check_tied, why_not_loaded
 from paceline.types import PackingMode
 from trainer_service.engine.model.fused_layers import ElementWork, check_compiler, fuse_layers, has_fused_family
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from paceline.base_model.model_directory import first_line
 from paceline.errors import PacelineError
-from paceline.model_directory import first_line
 from trainer_service.engine.model.base_model import (
     STOCK_ATTENTION,
     PassMode,

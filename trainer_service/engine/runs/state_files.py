@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument
-from paceline.regular_files import read_file
+from paceline.files.regular_files import read_file
 from paceline.types import FullParameters, LoraConfig
 from paceline.weights import read_header
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of

@@ -28,8 +28,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
+from paceline.files.regular_files import open_raw, read_file
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
-from paceline.regular_files import open_raw, read_file
 from paceline.types.v1 import tensor_pb2
 from paceline.weights import read_header, read_tensor_entries
 from sampler_service.engine.vllm.worker.internals import VllmInternals

@@ -28,8 +28,8 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from paceline.base_model.weight_sharing import SEGMENT, BaseManifest, CudaStorage, SharedStorage, SharedTensor, claim
 from paceline.layout import MODEL_FILE
-from paceline.weight_sharing import SEGMENT, BaseManifest, CudaStorage, SharedStorage, SharedTensor, claim
 from sampler_service.engine.options import EngineOptions
 
 LOAD_FORMAT = "paceline_lent"

@@ -30,10 +30,10 @@ from gateway.http.middleware import AccessMiddleware
 from gateway.http.tinker.downloads import Downloads
 from gateway.settings import GatewaySettings
 from paceline import errors
-from paceline.bodies import MAX_JSON_PARTS
 from paceline.layout import CheckpointPath
+from paceline.requests.bodies import MAX_JSON_PARTS
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import Identity
-from paceline.waiting_bytes import WaitingBytes
 
 
 async def _answer(scope, receive, send):

@@ -13,8 +13,8 @@ from gateway.http.metaclaw import sessions
 from gateway.http.metaclaw.api import MetaClawApi
 from gateway.http.metaclaw.bodies import BATCHES, Batch
 from paceline import errors
-from paceline.bodies import JsonParts
 from paceline.layout import new_run_id
+from paceline.requests.bodies import JsonParts
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 

@@ -14,8 +14,8 @@ from support.ports import free_service_ports
 
 from gateway.keys import add_key
 from paceline import up as module
-from paceline.api_keys import hash_token, read_keys
 from paceline.cli import main
+from paceline.files.api_keys import hash_token, read_keys
 from paceline.machine import visible_gpus
 from paceline.up import up
 from paceline.up.plan import (

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from paceline import weights
 from paceline.errors import ChecksumMismatch
+from paceline.files.regular_files import NotRegularFile
 from paceline.layout import CONFIG_FILE, MODEL_FILE
-from paceline.regular_files import NotRegularFile
 from paceline.types import ServedModel
 from paceline.weights.hashing import Blake3, checksums_of, spare_threads
 

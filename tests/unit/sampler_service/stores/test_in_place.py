@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry
 from support.stacks.weight_stack import BASE, TENANT
 
 from paceline import errors
+from paceline.base_model.weight_sharing import WriteRequest
 from paceline.layout import new_run_id
 from paceline.types import ModelRef
-from paceline.weight_sharing import WriteRequest
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import VersionResolver
 from sampler_service.stores.in_place import InPlaceSlot

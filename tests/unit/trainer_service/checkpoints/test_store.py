@@ -16,7 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.clocks import FakeMachine
 
-from paceline import errors, layout, regular_files, weights
+from paceline import errors, layout, weights
+from paceline.files import regular_files
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.steady_clock import SteadyClock

@@ -14,9 +14,7 @@ from support.models.engine_cases import make_data, train, warmed, weights
 from support.models.tiny_models import make_tiny_llama, make_tiny_qwen2, make_tiny_qwen3
 from transformers import AutoModelForCausalLM
 
-from paceline.errors import BaseMismatch, BaseUnavailable
-from paceline.types import ForwardBackwardSpec, FullParameters, LoraConfig
-from paceline.weight_sharing import (
+from paceline.base_model.weight_sharing import (
     SEGMENT,
     BaseManifest,
     SharedStorage,
@@ -26,6 +24,8 @@ from paceline.weight_sharing import (
     is_lent,
     read_base,
 )
+from paceline.errors import BaseMismatch, BaseUnavailable
+from paceline.types import ForwardBackwardSpec, FullParameters, LoraConfig
 from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
@@ -210,7 +210,8 @@ def test_another_user_s_directory_is_neither_used_nor_trusted(lent, tmp_path, mo
 
 
 def test_a_killed_owner_gives_its_directory_back(tmp_path):
-    program = f"from paceline.weight_sharing import *; claim(Path({str(tmp_path)!r})); print(1, flush=True); input()"
+    read = "from paceline.base_model.weight_sharing import *"
+    program = f"{read}; claim(Path({str(tmp_path)!r})); print(1, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout.read(1)
         with pytest.raises(BlockingIOError):

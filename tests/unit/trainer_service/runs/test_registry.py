@@ -16,10 +16,10 @@ from support.stacks.journaled import Executor
 
 from paceline import errors, layout
 from paceline.layout import CheckpointPath
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, LoraConfig, RunState
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import SnapshotPolicy
 from trainer_service.failpoints import NO_FAILPOINTS

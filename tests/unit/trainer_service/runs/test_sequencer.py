@@ -10,9 +10,9 @@ from support.patience import PATIENCE
 from support.stacks.journaled import JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig
-from paceline.waiting_bytes import WaitingBytes
 from trainer_service.engine.protocol import EngineDiedError
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord

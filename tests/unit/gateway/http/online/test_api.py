@@ -14,9 +14,9 @@ from gateway.http.apis import make_app
 from gateway.http.online import store
 from gateway.http.online.api import OnlineApi
 from paceline import errors
+from paceline.requests.waiting_bytes import CALLS, WaitingBytes
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.waiting_bytes import CALLS, WaitingBytes
 
 SMALL, LARGE = 100, 5000
 LORA = {"rank": 2}

@@ -10,9 +10,9 @@ from gateway.http.tinker.app import TinkerApi
 from gateway.http.tinker.store import Model
 from gateway.settings import GatewaySettings
 from paceline import errors
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.tinker.v1 import tinker_pb2
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.waiting_bytes import WaitingBytes
 
 LIMIT = 100
 

@@ -13,7 +13,7 @@ from gateway.http.state import StateUnusable
 from gateway.http.tinker import futures as futures_module
 from gateway.http.tinker.futures import Futures, Kind, Result
 from gateway.http.tinker.store import Store
-from paceline.waiting_bytes import WaitingBytes
+from paceline.requests.waiting_bytes import WaitingBytes
 
 SAMPLER = "session:sample:0"
 

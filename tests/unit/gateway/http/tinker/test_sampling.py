@@ -15,8 +15,8 @@ from gateway.http.tinker.names import Aliases
 from gateway.http.tinker.sampling import Asample, Params, Prompt, Sampling
 from gateway.http.tinker.store import Sampler, Store
 from paceline import errors
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.types import SampleResult, ServedModel
-from paceline.waiting_bytes import WaitingBytes
 
 
 class Forgetful:

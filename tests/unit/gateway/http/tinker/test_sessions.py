@@ -13,8 +13,8 @@ from gateway.http.tinker.futures import Futures, Kind
 from gateway.http.tinker.sessions import SILENT_SECONDS, SessionOver, Sessions, SessionState
 from gateway.http.tinker.store import Sampler, Store
 from paceline import errors
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.steady_clock import SteadyClock
-from paceline.waiting_bytes import WaitingBytes
 
 
 class Gateway:

@@ -18,8 +18,8 @@ from gateway.http.tinker.tidying import Tidying
 from gateway.http.tinker.training import Adam, CreateModel, OptimStep, Training
 from paceline import errors
 from paceline.layout import new_run_id
+from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.tinker.v1 import tinker_pb2
-from paceline.waiting_bytes import WaitingBytes
 
 
 @pytest.fixture

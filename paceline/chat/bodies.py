@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline import errors
-from paceline.bodies import check_parts, depth_of
+from paceline.requests.bodies import check_parts, depth_of
 
 _MAX_DEPTH = 64
 _CHARACTERS_PER_TOKEN = 32

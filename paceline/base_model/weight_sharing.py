@@ -25,8 +25,8 @@ from typing import BinaryIO, cast
 import msgspec
 
 from paceline.errors import CATALOG, BaseMismatch, BaseUnavailable, Internal
+from paceline.files.regular_files import open_file, read_file
 from paceline.layout import write_file
-from paceline.regular_files import open_file, read_file
 
 MANIFEST, OWNER, SEGMENT, SOCKET = "manifest.json", "owner", "weights-", "writes"
 

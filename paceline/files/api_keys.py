@@ -12,9 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from paceline import errors
-from paceline.regular_files import NotRegularFile, read_file
+from paceline.files.regular_files import NotRegularFile, read_file
+from paceline.files.secret_files import lock, write_secret
 from paceline.rpc.identity import is_tenant
-from paceline.secret_files import lock, write_secret
 
 PREFIX = "pl-"
 """Prefix of every key, so that scanners for leaked secrets recognise it."""

@@ -1,0 +1,1 @@
+"""The base model: its directory, its identity, and its weights lent on one machine."""

@@ -1,0 +1,1 @@
+"""Files that others may write to or must not read."""

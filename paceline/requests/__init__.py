@@ -1,0 +1,1 @@
+"""What callers send: bodies, pages of lists, metadata, and how many bytes of it wait."""
