@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.errors import Unsupported
 from paceline.types import AdapterGroup, ModelCertificate, PackingMode
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 _HEAD = "| architecture | sequences | attention | `train_attn` | `train_mlp` | why |\n|---|---|---|---|---|---|\n"

@@ -35,8 +35,8 @@ from paceline.types import (
 )
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.optimizers.specs import spec_of
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.optimizer_specs import spec_of
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AnswerRecord, Facts
 from trainer_service.limits.disk_guard import DiskGuard

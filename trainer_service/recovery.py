@@ -24,8 +24,8 @@ from paceline.types import CheckpointKind, RunState
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, RunExecutor, SnapshotPolicy
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AnswerRecord, JournalDamagedError
 from trainer_service.journal.snapshots import OWN_FILES, Snapshot

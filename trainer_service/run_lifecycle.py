@@ -18,7 +18,7 @@ from paceline.rpc.identity import Identity
 from paceline.types import LoraConfig, RunParameters
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.client import EngineProcess
+from trainer_service.engine_link.client import EngineProcess
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry

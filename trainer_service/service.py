@@ -28,9 +28,9 @@ from paceline.types import ModelCertificate, ModelInfo, PackingMode, RunState
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, SnapshotPolicy
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.shared_base_watch import SharedBaseWatch
-from trainer_service.engine.watchdog import Patience
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.shared_base_watch import SharedBaseWatch
+from trainer_service.engine_link.watchdog import Patience
 from trainer_service.failpoints import Failpoints
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.limits.gates import ByteGate

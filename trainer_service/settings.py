@@ -11,7 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from paceline.machine import count_gpus
 from paceline.settings import Address, BackendSettings
-from trainer_service.engine.options import Dtype, EngineOptions
+from trainer_service.engine_link.options import Dtype, EngineOptions
 
 
 class TrainerSettings(BackendSettings):

@@ -12,7 +12,7 @@ import numpy as np
 from paceline import errors
 from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, ModelInfo, Reduction
 from paceline.types.training import MASK_INPUTS, Array
-from trainer_service.engine.loss.specs import (
+from trainer_service.engine_link.loss_specs import (
     CLIP_HIGH,
     CLIP_LOW,
     MASK,

@@ -24,8 +24,8 @@ from bench.budgets import budget
 from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.options import EngineOptions
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.options import EngineOptions
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history

@@ -29,8 +29,8 @@ from paceline import layout
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.client import Captured, EngineProcess
-from trainer_service.engine.options import EngineOptions
+from trainer_service.engine_link.client import Captured, EngineProcess
+from trainer_service.engine_link.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history

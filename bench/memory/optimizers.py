@@ -25,8 +25,8 @@ from paceline.types.optimizers import OPTIMIZERS
 from trainer_service.engine.model.base_model import load_base_model
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.make import make_optimizer
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs import lora_run
+from trainer_service.engine_link.options import EngineOptions
 
 FUSED_BUDGET = 3.0
 LOOP = "plain loop"

@@ -20,8 +20,8 @@ from make_model import default_directory, make_model
 
 from bench.budgets import budget
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 ALLOWED = 4
 """Number of runs whose weights, gradient and moments may be in memory."""

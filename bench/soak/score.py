@@ -13,8 +13,8 @@ import torch
 
 from bench.publish.times import PROMPT
 from paceline.types import Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 _RUN = "scored"
 

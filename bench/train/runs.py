@@ -27,9 +27,9 @@ from bench.random_models import make_random_model
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.microbatch.job import Batch
 from trainer_service.engine.microbatch.scheduler import Scheduler
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.worker import keep_freed_memory
+from trainer_service.engine_link.options import EngineOptions
 
 LOSS = "importance_sampling"
 ALONE = "all tokens, one run"

@@ -14,8 +14,8 @@ from paceline.errors import InvalidShape
 from paceline.types import Datum, ForwardBackwardSpec, LoraConfig
 from sampler_service.engine.protocol import Adapter
 from sampler_service.engine.vllm.engine import VllmEngine
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.usefixtures("vllm_here")]
 

@@ -11,8 +11,8 @@ from support.stacks.sampler_contract import IDS, PROMPT, ask, complete
 
 from paceline.types import Datum, ForwardBackwardSpec, LoraConfig
 from sampler_service.engine.protocol import Adapter
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,8 +7,8 @@ from support.models.engine_cases import ADAM, make_data, weights
 from support.models.tiny_models import make_tiny_llama
 
 from paceline.types import ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 pytestmark = pytest.mark.gpu
 

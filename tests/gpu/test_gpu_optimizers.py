@@ -11,8 +11,8 @@ from paceline.types import LoraConfig
 from trainer_service.engine.optimizers import adamw
 from trainer_service.engine.optimizers.make import make_optimizer
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 pytestmark = pytest.mark.gpu
 

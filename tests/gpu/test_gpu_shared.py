@@ -18,9 +18,9 @@ from paceline import AdamParams, Datum, SamplingParams
 from paceline.base_model.weight_sharing import read_base
 from paceline.errors import BaseMismatch
 from paceline.types import LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.weight_sharing import open_tensors
+from trainer_service.engine_link.options import EngineOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 

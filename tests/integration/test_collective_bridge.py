@@ -25,8 +25,8 @@ from paceline.rpc.interceptors import CredentialInterceptor, ErrorInterceptor
 from paceline.types import ModelInfo
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 from paceline.weights.v1.weight_service_pb2_grpc import add_WeightServiceServicer_to_server
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.options import EngineOptions
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.options import EngineOptions
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions

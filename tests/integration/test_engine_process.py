@@ -30,12 +30,12 @@ from paceline.errors import (
 )
 from paceline.files.own_directory import OwnDirectory
 from paceline.types import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.messages import SaveState
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.protocol import AccumulatedOutput, EngineDiedError
-from trainer_service.engine.watchdog import Patience
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.messages import SaveState
+from trainer_service.engine_link.options import EngineOptions
+from trainer_service.engine_link.protocol import AccumulatedOutput, EngineDiedError
+from trainer_service.engine_link.watchdog import Patience
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
@@ -368,8 +368,8 @@ async def test_the_engine_ignores_the_interrupt_of_its_group(engine):
 def test_the_engine_ends_when_its_parent_dies_and_its_files_when_the_next_is_made(options, tmp_path):
     script = (
         "import asyncio, os, signal, sys\n"
-        "from trainer_service.engine.options import EngineOptions\n"
-        "from trainer_service.engine.client import EngineProcess\n"
+        "from trainer_service.engine_link.options import EngineOptions\n"
+        "from trainer_service.engine_link.client import EngineProcess\n"
         "async def main():\n"
         "    engine = EngineProcess(EngineOptions(sys.argv[1], 'tiny'))\n"
         "    await engine.start()\n"
@@ -394,7 +394,7 @@ def test_the_engine_ends_when_its_parent_dies_and_its_files_when_the_next_is_mad
 
 def test_the_service_side_imports_no_torch():
     script = (
-        "import sys, trainer_service.engine.client, trainer_service.engine.loss.specs\n"
+        "import sys, trainer_service.engine_link.client, trainer_service.engine_link.loss_specs\n"
         "print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

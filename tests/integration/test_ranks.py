@@ -23,10 +23,10 @@ from tiny_architectures import make_architecture
 
 from paceline.errors import EngineUnavailable, Internal, NonFiniteGradient, OutOfMemory, Unsupported
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, FullParameters, LoraConfig, PackingMode, Reduction
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.watchdog import Patience
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.options import EngineOptions
+from trainer_service.engine_link.watchdog import Patience
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("forked_engines")]
 

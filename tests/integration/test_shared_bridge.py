@@ -16,8 +16,8 @@ from paceline import AdamParams, Datum, SamplingParams
 from paceline.base_model.weight_sharing import read_base
 from paceline.errors import BaseMismatch
 from paceline.types import LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 PROMPT = list(b"Country: Peru\nCapital:")
 PARAMS = SamplingParams(max_tokens=12, seed=7, ignore_eos=True)

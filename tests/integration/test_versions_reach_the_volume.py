@@ -26,8 +26,8 @@ from paceline.types import CheckpointKind, Datum, FullParameters, LoraConfig
 from paceline.weights.v1 import weight_service_pb2 as wpb
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, SnapshotPolicy
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.options import EngineOptions
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.format import AnswerRecord
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard

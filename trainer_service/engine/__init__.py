@@ -1,1 +1,1 @@
-"""The training step: base model, adapters, losses, optimizers. Imports torch, never grpc."""
+"""The engine process: base model, adapters, losses, optimizers. Imports torch, never grpc."""

@@ -25,8 +25,6 @@ from trainer_service.engine.microbatch.job import ForwardBackwardJob
 from trainer_service.engine.microbatch.passes import PassExecutor
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_norm
 from trainer_service.engine.optimizers.make import check_same
-from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
 from trainer_service.engine.runs import lora_run, state_files
 from trainer_service.engine.runs.async_save import AsyncSave, StagingMemory
 from trainer_service.engine.runs.full_run import FullRun, full_run_bytes, make_full_run
@@ -35,6 +33,8 @@ from trainer_service.engine.runs.offload import make_offloader
 from trainer_service.engine.runs.preallocated_file import PreallocatedFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun
 from trainer_service.engine.weight_sharing import publish_in_place
+from trainer_service.engine_link.options import EngineOptions
+from trainer_service.engine_link.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
 
 _WEIGHT_BYTES = 4
 """Size of an adapter's weight, in float32."""

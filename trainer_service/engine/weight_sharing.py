@@ -27,8 +27,8 @@ from paceline.base_model.weight_sharing import (
     write_turn,
 )
 from paceline.errors import BaseMismatch, BaseUnavailable, PacelineError
-from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import PublishedAs
+from trainer_service.engine_link.options import EngineOptions
+from trainer_service.engine_link.protocol import PublishedAs
 
 _PAGE_BYTES = 4096
 

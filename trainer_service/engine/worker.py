@@ -17,11 +17,11 @@ from typing import NoReturn
 
 import msgspec
 
-from trainer_service.engine import messages
 from trainer_service.engine.distributed.ranks import OutOfStepError, Ranks
-from trainer_service.engine.optimizers.specs import make_params
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.protocol import StateSave, TrainerEngine
+from trainer_service.engine_link import messages
+from trainer_service.engine_link.optimizer_specs import make_params
+from trainer_service.engine_link.protocol import StateSave, TrainerEngine
 from trainer_service.failpoints import Failpoints
 
 _log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from paceline.log import get_logger
 from paceline.types import Datum, ForwardBackwardSpec, FullParameters, LoraConfig, ModelRef, WeightStorage
 from paceline.types.training import Array
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.publish.watch_hub import Watcher
 from trainer_service.runs.record import RunRecord
 

@@ -16,8 +16,8 @@ from paceline.log import get_logger
 from paceline.trainer.v1.trainer_service_pb2 import PublishWeightsResponse
 from paceline.types import AdapterGroup, FullParameters, RunParameters, ServedModel
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.protocol import PublishedAs
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.publish.agreements import Agreements

@@ -25,9 +25,9 @@ from paceline.weights.v1.weight_service_pb2 import Agreement
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor
-from trainer_service.engine.client import EngineProcess
-from trainer_service.engine.loss.specs import LOSS_SPECS
-from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS
+from trainer_service.engine_link.client import EngineProcess
+from trainer_service.engine_link.loss_specs import LOSS_SPECS
+from trainer_service.engine_link.optimizer_specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements
 from trainer_service.quotas import Quotas
 from trainer_service.rpc.command_messages import command_of, status_to_proto

@@ -36,7 +36,7 @@ from paceline.background import Background
 from paceline.log import get_logger
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.types import CommandState
-from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AttemptRecord, Facts
 from trainer_service.journal.journal import RunJournal

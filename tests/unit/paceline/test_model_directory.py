@@ -19,8 +19,8 @@ from sampler_service.engine.model_files import check_model
 from sampler_service.engine.options import EngineOptions as SamplerOptions
 from sampler_service.engine.protocol import EngineUnfit
 from trainer_service.engine.model.base_model import load_base_model
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 WEIGHTS = "model.safetensors"
 

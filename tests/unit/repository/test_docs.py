@@ -16,7 +16,7 @@ from paceline.settings import PeerSettings, ServiceSettings
 from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1.error_reason_pb2 import ErrorReason
 from sampler_service.settings import SamplerSettings
-from trainer_service.engine.loss.specs import LOSS_SPECS
+from trainer_service.engine_link.loss_specs import LOSS_SPECS
 from trainer_service.settings import TrainerSettings
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])

@@ -13,7 +13,7 @@ from paceline import codec
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ModelInfo, RunState
 from trainer_service.commands import CommandExecutor
-from trainer_service.engine.protocol import AccumulatedOutput
+from trainer_service.engine_link.protocol import AccumulatedOutput
 from trainer_service.runs.command import Command
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.settings import TrainerSettings

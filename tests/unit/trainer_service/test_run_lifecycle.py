@@ -17,7 +17,7 @@ from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import Identity
 from paceline.types import LoraConfig, ModelInfo
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.protocol import AdapterInfo
+from trainer_service.engine_link.protocol import AdapterInfo
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.run_lifecycle import RunLifecycle

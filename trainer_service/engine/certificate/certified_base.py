@@ -22,7 +22,6 @@ from paceline.base_model.model_directory import first_line
 from paceline.errors import OutOfMemory, PacelineError, Unsupported
 from paceline.types import ForwardBackwardSpec, LoraConfig, ModelCertificate
 from paceline.types.training import Array
-from trainer_service.engine import messages
 from trainer_service.engine.certificate.boundaries import Lowering, find_boundaries
 from trainer_service.engine.certificate.stock import (
     BEYOND,
@@ -57,10 +56,11 @@ from trainer_service.engine.model.fused_layers import has_fused_family
 from trainer_service.engine.model.lora_linear import Routing
 from trainer_service.engine.model.module_groups import adaptable_modules, groups_of
 from trainer_service.engine.model.packed_attention import VARIANT
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs import lora_run
 from trainer_service.engine.runs.lora_run import LoraRun
 from trainer_service.engine.runs.offload import RunOffloader
+from trainer_service.engine_link import messages
+from trainer_service.engine_link.options import EngineOptions
 
 _PROBES = 4
 """Most times that tokens are drawn."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from paceline.errors import OutOfMemory, Unsupported
-from trainer_service.engine import messages
-from trainer_service.engine.watchdog import heartbeat_file, write_heartbeat
+from trainer_service.engine_link import messages
+from trainer_service.engine_link.watchdog import heartbeat_file, write_heartbeat
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others. The launcher notices a dead rank long before."""

@@ -1,1 +1,1 @@
-"""The losses and their settings."""
+"""The losses."""

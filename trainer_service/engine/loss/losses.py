@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer_service.engine.loss.specs import CLIP_HIGH, CLIP_LOW, SEQUENCE_RATIO_MASK
+from trainer_service.engine_link.loss_specs import CLIP_HIGH, CLIP_LOW, SEQUENCE_RATIO_MASK
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from torch.nn.utils import get_total_norm
 from paceline.errors import NonFiniteLoss
 from paceline.types import Datum, ForwardBackwardSpec, Reduction
 from paceline.types.training import ADVANTAGE_TOKENS, Array
-from trainer_service.engine import messages
 from trainer_service.engine.distributed.ranks import Ranks
 from trainer_service.engine.loss.losses import SEQUENCE_LENGTHS
-from trainer_service.engine.loss.specs import MASK, resolve_loss
-from trainer_service.engine.protocol import AccumulatedOutput
 from trainer_service.engine.runs.run import EngineRun
+from trainer_service.engine_link import messages
+from trainer_service.engine_link.loss_specs import MASK, resolve_loss
+from trainer_service.engine_link.protocol import AccumulatedOutput
 
 
 class ForwardBackwardJob:

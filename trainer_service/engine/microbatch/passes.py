@@ -18,16 +18,16 @@ from paceline.types.training import Array
 from trainer_service.engine.distributed.ranks import Ranks, convert_memory_errors
 from trainer_service.engine.distributed.sharding import ShardedModel
 from trainer_service.engine.loss.losses import LOSSES, TokenLoss
-from trainer_service.engine.loss.specs import TEMPERATURE
 from trainer_service.engine.microbatch.job import ForwardBackwardJob, Pack, PackedSegment, Totals
 from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.model.base_model import PassMode, hidden_states, output_head, own_logits
 from trainer_service.engine.model.logprobs import chosen_logprobs, has_adapter, target_logprobs
 from trainer_service.engine.model.lora_linear import Routing, Span
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs.full_run import FullRun
 from trainer_service.engine.runs.offload import RunOffloader
 from trainer_service.engine.runs.run import EngineRun
+from trainer_service.engine_link.loss_specs import TEMPERATURE
+from trainer_service.engine_link.options import EngineOptions
 
 PassShare = tuple[ForwardBackwardJob, Sequence[PackedSegment]]
 """A job and its segments in a pass."""

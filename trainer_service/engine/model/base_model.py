@@ -26,8 +26,8 @@ from paceline.errors import ModelNotFound, PacelineError, Unsupported
 from paceline.types import PackingMode
 from trainer_service.engine.model.fused_layers import ElementWork, check_compiler, fuse_layers, has_fused_family
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.weight_sharing import borrow_base_model
+from trainer_service.engine_link.options import EngineOptions
 
 STOCK_ATTENTION = "eager"
 """transformers' own attention, written as its formula: it includes whatever a model adds to attention."""

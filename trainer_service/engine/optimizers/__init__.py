@@ -1,1 +1,1 @@
-"""The optimizers: their names and settings (specs), and one file for each algorithm."""
+"""The optimizers: one file for each algorithm."""

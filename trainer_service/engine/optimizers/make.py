@@ -12,7 +12,7 @@ from trainer_service.engine.optimizers.adamw import AdamW, AdamWCpu
 from trainer_service.engine.optimizers.adamw_8bit import AdamW8bit
 from trainer_service.engine.optimizers.apollo import Apollo
 from trainer_service.engine.optimizers.base import AnyOptimizer, Parameters
-from trainer_service.engine.optimizers.specs import spec_of
+from trainer_service.engine_link.optimizer_specs import spec_of
 
 _CLASSES: Mapping[str, type[AnyOptimizer]] = {
     "adamw": AdamW,

@@ -19,10 +19,10 @@ from paceline.types import FullParameters, OptimizerParams, WeightStorage
 from trainer_service.engine.model.base_model import PassMode, load_base_model, use_attention
 from trainer_service.engine.optimizers.base import AnyOptimizer
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs.async_save import SaveContent, TensorFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun, seeded_rng_state
 from trainer_service.engine.runs.state_files import check_tensors, read_tensors
+from trainer_service.engine_link.options import EngineOptions
 from trainer_service.text import read_tokenizer_files
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"

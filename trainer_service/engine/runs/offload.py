@@ -9,10 +9,10 @@ from pathlib import Path
 
 from paceline.errors import DiskFull, OutOfMemory, PacelineError
 from trainer_service.engine.distributed.ranks import Ranks
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.runs import state_files
 from trainer_service.engine.runs.async_save import StagingMemory
 from trainer_service.engine.runs.run import EngineRun
+from trainer_service.engine_link.options import EngineOptions
 
 _NO_COPIES = StagingMemory(0)
 """No room for copies: an offloaded run is written immediately."""

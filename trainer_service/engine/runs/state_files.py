@@ -24,9 +24,9 @@ from paceline.files.regular_files import read_file
 from paceline.types import FullParameters, LoraConfig
 from paceline.weights import read_header
 from trainer_service.engine.optimizers.base import AnyOptimizer, gradient_of
-from trainer_service.engine.optimizers.specs import make_params, settings_of, spec_of
 from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, StagingMemory, TensorFile
 from trainer_service.engine.runs.run import EngineRun
+from trainer_service.engine_link.optimizer_specs import make_params, settings_of, spec_of
 
 OPTIMIZER, TRAINER_STATE = "optimizer.safetensors", "trainer_state.json"
 FORMAT_VERSION = 1

@@ -9,8 +9,8 @@ from support.models.engine_cases import gradients, make_data, train, warmed
 from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, Reduction
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 LENGTHS = (5, 17, 9, 30)
 

@@ -15,8 +15,8 @@ from support.models.tiny_models import make_tiny_llama
 from paceline.errors import CheckpointMismatch, OptimizerChanged, OutOfMemory
 from paceline.types import AdamParams, LoraConfig
 from trainer_service.engine.optimizers.apollo import Apollo
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from paceline.errors import (
 )
 from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import load_base_model
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.runs.lora_run import initialise
+from trainer_service.engine_link.options import EngineOptions
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from paceline.errors import (
 )
 from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import output_head
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from paceline.base_model.weight_sharing import (
 from paceline.errors import BaseMismatch, BaseUnavailable
 from paceline.types import ForwardBackwardSpec, FullParameters, LoraConfig
 from trainer_service.engine.model.base_model import load_base_model
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 MODELS = {
     "llama, scaled rope": lambda path: make_tiny_llama(path, scaled_rope=True),

@@ -10,7 +10,7 @@ from support.stacks.journaled import JournaledRun, blocked, leave_runs, refusal 
 from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CommandState
-from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.runs.command import Command
 from trainer_service.runs.pending import MAX_OUTSTANDING
 

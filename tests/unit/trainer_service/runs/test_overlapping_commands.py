@@ -6,7 +6,7 @@ import pytest
 from support.stacks.journaled import JournaledRun, leave_runs, refusal  # noqa: F401 - a fixture
 
 from paceline import errors
-from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.journal.format import AnswerRecord
 
 

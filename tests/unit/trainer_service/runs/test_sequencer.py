@@ -13,7 +13,7 @@ from paceline import errors
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import LoraConfig
-from trainer_service.engine.protocol import EngineDiedError
+from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.runs.command import Command
 from trainer_service.runs.record import RunRecord
 

@@ -22,8 +22,8 @@ from trainer_service.engine.certificate.boundaries import LOWERED, find_boundari
 from trainer_service.engine.certificate.stock import CONTEXT_FIELDS
 from trainer_service.engine.model import fused_layers, packed_attention
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,

@@ -27,8 +27,8 @@ from trainer_service.engine.certificate import certified_base, stock
 from trainer_service.engine.microbatch import passes
 from trainer_service.engine.model import base_model, fused_layers, packed_attention
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,

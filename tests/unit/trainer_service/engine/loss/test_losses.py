@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import NonFinite, OutOfRange, UnknownField, UnknownLoss
 from trainer_service.engine.loss.losses import LOSSES, SEQUENCE_LENGTHS
-from trainer_service.engine.loss.specs import LOSS_SPECS, resolve_loss
+from trainer_service.engine_link.loss_specs import LOSS_SPECS, resolve_loss
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "grpo")
 CLIPPING_LOSSES = ("ppo", "cispo", "gspo", "grpo")

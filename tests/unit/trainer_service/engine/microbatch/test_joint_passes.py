@@ -15,8 +15,8 @@ from paceline.errors import OutOfMemory
 from paceline.types import AdamParams, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.base_model import backbone
 from trainer_service.engine.model.lora_linear import AdaptedLinear, Span, clip
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 RUNS = {
     "plain": (LoraConfig(rank=4), "cross_entropy"),

@@ -10,8 +10,8 @@ from support.models.tiny_models import make_tiny_llama
 
 from paceline.errors import NonFiniteGradient, NonFiniteLoss, OutOfMemory
 from paceline.types import ForwardBackwardSpec, FullParameters, LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 RUNS = {"lora": LoraConfig(rank=4, dropout=0.2), "full": FullParameters()}
 

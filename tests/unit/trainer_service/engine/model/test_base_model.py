@@ -8,8 +8,8 @@ from support.models.engine_cases import MAKERS, gradients, make_data, train, war
 from support.models.tiny_models import make_tiny_llama
 
 from paceline.types import ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 
 def make_engine(directory, *, dropout=0.0, **options):

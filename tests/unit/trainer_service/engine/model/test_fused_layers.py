@@ -22,8 +22,8 @@ from trainer_service.engine.model.fused_layers import (
     fuse_layers,
 )
 from trainer_service.engine.model.packed_attention import PACKED_ATTENTION
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 
 def cosine(one, other):

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import InvalidArgument
 from paceline.types import ForwardBackwardSpec, LoraConfig
 from trainer_service.engine.model.module_groups import groups_of
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.runs.lora_run import adapt
+from trainer_service.engine_link.options import EngineOptions
 
 QKV, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 FUSED = ("query_key_value", "dense")

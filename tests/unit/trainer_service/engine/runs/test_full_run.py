@@ -26,8 +26,8 @@ from paceline.errors import CheckpointMismatch, OutOfMemory
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, FullParameters, LoraConfig, WeightStorage
 from trainer_service.engine.optimizers.adamw import AdamW, AdamWCpu
 from trainer_service.engine.optimizers.rounded import RoundedOptimizer, round_stochastically
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 KEPT = {
     "float32": ("float32", WeightStorage.FLOAT32),

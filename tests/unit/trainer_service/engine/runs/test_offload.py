@@ -15,8 +15,8 @@ from support.models.tiny_models import make_tiny_llama
 from paceline import layout
 from paceline.errors import DiskFull, OutOfMemory, RunNotFound
 from paceline.types import AdafactorParams, FullParameters, LoraConfig, WeightStorage
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 LORA = LoraConfig(rank=4, dropout=0.2, train_mlp=False, layers=(1,))
 

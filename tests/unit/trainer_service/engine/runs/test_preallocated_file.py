@@ -13,10 +13,10 @@ from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
 
 from paceline.errors import DiskFull
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
-from trainer_service.engine.protocol import PublishedAs
 from trainer_service.engine.runs.preallocated_file import PreallocatedFile
+from trainer_service.engine_link.options import EngineOptions
+from trainer_service.engine_link.protocol import PublishedAs
 
 WEIGHTS = "adapter_model.safetensors"
 

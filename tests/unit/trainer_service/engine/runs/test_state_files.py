@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from paceline.errors import CheckpointMismatch, ChecksumMismatch, InvalidArgument, NoGradient
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.options import EngineOptions
 from trainer_service.engine.peft_engine import PeftEngine
+from trainer_service.engine_link.options import EngineOptions
 
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.01)
 LORA = LoraConfig(rank=4, dropout=0.3, seed=3)

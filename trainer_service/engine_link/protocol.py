@@ -1,4 +1,4 @@
-"""The interface of a trainer engine. The service knows engines only by this protocol; nothing here imports torch."""
+"""The interface of a trainer engine. The service knows engines only by this protocol."""
 
 from __future__ import annotations
 

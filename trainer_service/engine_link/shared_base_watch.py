@@ -1,7 +1,4 @@
-"""Watch the base weights that a sampler lends (bridge `shared`): the engine starts and ends with the sampler.
-
-Nothing here imports torch.
-"""
+"""Watch the base weights that a sampler lends (bridge `shared`): the engine starts and ends with the sampler."""
 
 from __future__ import annotations
 

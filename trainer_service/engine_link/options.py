@@ -1,4 +1,4 @@
-"""Settings of a trainer engine. Nothing here imports torch."""
+"""Settings of a trainer engine."""
 
 from __future__ import annotations
 

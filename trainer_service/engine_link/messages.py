@@ -24,8 +24,8 @@ from paceline.types import (
     RunParameters,
 )
 from paceline.types.training import Array
-from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
+from trainer_service.engine_link.options import EngineOptions
+from trainer_service.engine_link.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
 
 LENGTH_BYTES = 8
 """Size of a frame's length prefix."""

@@ -1,4 +1,4 @@
-"""The losses, their inputs and their settings, and the refusal of others. No torch: the service validates by them."""
+"""The losses, their inputs and their settings, and the refusal of others."""
 
 from __future__ import annotations
 

@@ -31,11 +31,17 @@ from paceline.types import (
     RunParameters,
 )
 from paceline.types.optimizers import optimizer_name
-from trainer_service.engine import messages
-from trainer_service.engine.optimizers.specs import settings_of
-from trainer_service.engine.options import EngineOptions
-from trainer_service.engine.protocol import AccumulatedOutput, AdapterInfo, EngineDiedError, LoadedState, PublishedAs
-from trainer_service.engine.watchdog import DEFAULT_PATIENCE, Patience, RankHeartbeats, Watchdog
+from trainer_service.engine_link import messages
+from trainer_service.engine_link.optimizer_specs import settings_of
+from trainer_service.engine_link.options import EngineOptions
+from trainer_service.engine_link.protocol import (
+    AccumulatedOutput,
+    AdapterInfo,
+    EngineDiedError,
+    LoadedState,
+    PublishedAs,
+)
+from trainer_service.engine_link.watchdog import DEFAULT_PATIENCE, Patience, RankHeartbeats, Watchdog
 from trainer_service.failpoints import Failpoints
 
 R = TypeVar("R")

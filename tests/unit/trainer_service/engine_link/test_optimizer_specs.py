@@ -11,7 +11,7 @@ from paceline.errors import OutOfRange
 from paceline.rpc.bounds import check_message
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.optimizers import OPTIMIZERS
-from trainer_service.engine.optimizers.specs import OPTIMIZER_SPECS, Range, make_params, settings_of, spec_of
+from trainer_service.engine_link.optimizer_specs import OPTIMIZER_SPECS, Range, make_params, settings_of, spec_of
 
 BAD = {
     "learning_rate": (-1e-9, math.nan, math.inf),
