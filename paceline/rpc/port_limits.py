@@ -23,6 +23,8 @@ _HANDSHAKE_MS = 20_000
 _MAX_METADATA_BYTES = 16 << 10
 _MIN_PENDING = 8_192
 """Sixteen clients may send all the calls that each keeps in flight at the same moment."""
+UNREAD_SECONDS = 30
+"""How long a call may wait for its handler. Then gRPC drops it: its caller gets CANCELLED, and may send it again."""
 _HEALTH_CONNECTIONS, _HEALTH_STREAMS, _HEALTH_IDLE_SECONDS, _HEALTH_MESSAGE_BYTES = 64, 16, 300, 4096
 _SCRAPES, _SCRAPE_SECONDS = 8, 20.0
 """Most connections to the metrics port at the same time, and how long each may last."""
@@ -71,6 +73,7 @@ def _limits(*, connections: int, streams: int, idle_seconds: float, message_byte
         # are, so one connection must not be able to fill it.
         ("grpc.server.max_pending_requests", pending),
         ("grpc.server.max_pending_requests_hard_limit", pending),
+        ("grpc.server_max_unrequested_time_in_server", UNREAD_SECONDS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.http2.settings_timeout", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", int(1e3 * idle_seconds)),

