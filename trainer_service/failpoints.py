@@ -33,7 +33,8 @@ SERVICE_POINTS = (
 )
 """Points of the service process.
 
-Points of the engine are `engine_` and the name of a command in engine/messages.py, or `engine_pass_` and a run's id.
+Points of the engine are `engine_` and the name of a command in engine_link/messages.py, or `engine_pass_` and a run's
+id.
 """
 
 

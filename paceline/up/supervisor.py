@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from paceline.child import Child, adopt_orphans, end_orphans, reason_of_status
 from paceline.rpc.health import wait_until_serving
 from paceline.up.plan import CannotStart, Plan, without_settings
 
@@ -29,8 +28,6 @@ _BROKEN_STOP_SECONDS = 5.0
 """How long a service may take to stop if not all were ever ready, so that no caller was served."""
 _KILL_SECONDS = 5.0
 """How long the kernel may take to end a killed process."""
-_POLL_SECONDS = 0.02
-_PR_SET_CHILD_SUBREAPER = 36
 
 _MAX_LOG_BYTES, _MAX_REASON = 1 << 20, 400
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -121,7 +118,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             failures = 1 if ready_seconds >= _STEADY_SECONDS else failures + 1
-            reason = f"{reason_of(service.status, log, service.log_start)} (log: {log})"
+            reason = f"{reason_of(await service.child.wait(), log, service.log_start)} (log: {log})"
             if failures >= (_MAX_FAILURES if self._all_ready else self._max_failures_first):
                 often = f"ended {failures} times in a row" if failures > 1 else "could not be started"
                 self._failure = f"the {plan.name} {often}: {reason}"
@@ -146,13 +143,14 @@ class Supervisor:
     async def _watch(self, service: _Service) -> float:
         """Wait for a service to end; return how many seconds it was ready."""
         serving = asyncio.create_task(self._until_serving(service.plan))
-        await asyncio.wait({serving, service.ended}, return_when=asyncio.FIRST_COMPLETED)
-        if service.ended.done():
+        either: set[asyncio.Future[Any]] = {serving, service.child.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if service.child.ended.done():
             serving.cancel()
             return 0.0
         ready_at = monotonic()
         self._announce(service)
-        await asyncio.wait({service.ended})
+        await service.child.wait()
         return monotonic() - ready_at
 
     async def _until_serving(self, plan: Plan) -> None:
@@ -178,20 +176,16 @@ class Supervisor:
     async def _end(self, name: str) -> None:
         """Stop one service; kill it if it takes too long."""
         service = self._running.get(name)
-        if service is None or service.ended.done():
+        if service is None or service.child.ended.done():
             return
-        service.process.terminate()
+        service.child.terminate()
         seconds = service.plan.stop_seconds if self._all_ready else _BROKEN_STOP_SECONDS
-        hurrying = asyncio.create_task(self._hurrying.wait())
-        either: set[asyncio.Future[Any]] = {service.ended, hurrying}
-        await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        hurrying.cancel()
-        if not service.ended.done():
-            service.process.kill()
-            await asyncio.wait({service.ended}, timeout=_KILL_SECONDS)
+        if not await service.child.ends_within(seconds, unless=self._hurrying):
+            service.child.kill()
+            await service.child.ends_within(_KILL_SECONDS)
 
     def _pids(self) -> set[int]:
-        return {service.process.pid for service in self._running.values() if not service.ended.done()}
+        return {service.child.pid for service in self._running.values() if not service.child.ended.done()}
 
 
 @dataclass(slots=True)
@@ -199,8 +193,7 @@ class _Service:
     """A service's process."""
 
     plan: Plan
-    process: subprocess.Popen[bytes]
-    ended: asyncio.Future[None]
+    child: Child
     log_start: int
     """Offset of its first line in the log."""
     started: float
@@ -209,86 +202,22 @@ class _Service:
     def start(cls, plan: Plan, log: Path) -> _Service:
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
             log_start = output.tell()
-            process = subprocess.Popen(
-                [sys.executable, "-m", plan.module],
-                env={**without_settings(os.environ), **plan.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches only this process, which stops the services in order
+            child = Child.start(
+                ["-m", plan.module],
+                environment={**without_settings(os.environ), **plan.environment},
+                output=output.fileno(),
+                own_session=True,  # Ctrl-C reaches only this process, which stops the services in order
             )
         if plan.cores:
             with suppress(ProcessLookupError):  # It has already ended; `_keep` handles that.
-                os.sched_setaffinity(process.pid, plan.cores)
-        return cls(plan, process, _end_of(process), log_start, monotonic())
-
-    @property
-    def status(self) -> int:
-        """Exit status; negative is the signal."""
-        return self.process.wait()
-
-
-def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[None]:
-    """Return a future that completes when a process ends, even if others hold its pipes."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    descriptor = os.pidfd_open(process.pid)
-
-    def over() -> None:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-        process.wait()
-        ended.set_result(None)
-
-    loop.add_reader(descriptor, over)
-    return ended
+                os.sched_setaffinity(child.pid, plan.cores)
+        return cls(plan, child, log_start, monotonic())
 
 
 def _keep_previous(log: Path) -> None:
     """Rename the previous log, so that a new one is started."""
     if log.exists():
         log.replace(log.with_suffix(".previous.log"))
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent (subreaper) of its descendants' orphans. Raises OSError if the kernel refuses.
-
-    Processes may outlive their parent, such as vLLM's engine when its sampler is killed. Process groups do not cover
-    them all: torch's launcher puts each rank into its own session.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-
-
-async def end_orphans(own: Callable[[], Collection[int]], seconds: float) -> bool:
-    """Kill the children of this process that are not in `own()`, then the orphans these leave, and so on.
-
-    Returns False if some are still alive after `seconds`, because the kernel cannot end them.
-    """
-    deadline = monotonic() + seconds
-    while left := _children() - set(own()):
-        if monotonic() > deadline:
-            return False
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 # WNOHANG does not block
-        await asyncio.sleep(_POLL_SECONDS)
-    return True
-
-
-def _children() -> set[int]:
-    """Return the children of this process, including zombies."""
-    found, me = set(), str(os.getpid())
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with suppress(OSError):  # The process has exited.
-                # The command's name, in parentheses, may contain any character.
-                _state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-                found |= {int(entry.name)} if parent == me else set()
-    return found
 
 
 def reason_of(status: int, log: Path, start: int) -> str:
@@ -298,8 +227,7 @@ def reason_of(status: int, log: Path, start: int) -> str:
     traceback, the reason is the last line that the process wrote.
     """
     if status < 0:
-        name = signal.Signals(-status).name
-        return f"{name}, usually from the kernel because memory ran out" if name == "SIGKILL" else name
+        return reason_of_status(status)
     if status == 0:
         return "it exited without an error, as after SIGTERM"
     with log.open("rb") as file:
