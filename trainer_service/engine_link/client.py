@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
+from paceline.child import Child, reason_of_status
 from paceline.errors import EngineUnavailable
 from paceline.files.own_directory import OwnDirectory
 from paceline.types import (
@@ -53,8 +53,6 @@ _log = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 5.0
 """How long the process may take to end once its pipe is closed."""
-_STREAM_LIMIT = 16 * 1024 * 1024
-"""Bytes that may be buffered unread before the pipe is paused."""
 _ENGINE = ("-m", "trainer_service.engine", "--fd", "0")
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -101,7 +99,7 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         """Process id of the engine. Raises EngineUnavailable if it is not running."""
-        return self._running().process.pid
+        return self._running().child.pid
 
     async def start(self) -> ModelInfo:
         """Start the process and load the model. Raises the error of loading, or EngineUnavailable."""
@@ -114,7 +112,7 @@ class EngineProcess:
             died = connection.has_died
             await self.close()
             if died and isinstance(error, EngineUnavailable):
-                raise _died_while_loading(connection.process.returncode) from error
+                raise _died_while_loading(await connection.child.wait()) from error
             raise
         return self._info
 
@@ -188,7 +186,7 @@ class EngineConnection:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        child: Child,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         directory: OwnDirectory,
@@ -198,8 +196,7 @@ class EngineConnection:
         *,
         ranks: int,
     ) -> None:
-        self.process = process
-        self._has_launcher = ranks > 1
+        self.child = child
         self._directory = directory
         self._reader, self._writer = reader, writer
         self._on_exit = on_exit
@@ -219,22 +216,17 @@ class EngineConnection:
         cls, ranks: int, on_exit: Callable[[int], None] | None, suspects: CrashSuspects, patience: Patience
     ) -> EngineConnection:
         directory = OwnDirectory(Path(gettempdir()), "paceline-engine")
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    *_engine_command(ranks, directory.path),
-                    stdin=theirs.fileno(),
-                    env=_engine_environment(ranks),
-                    # The service handles Ctrl-C on a terminal; the launcher would forward it.
-                    start_new_session=ranks > 1,
-                )
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_STREAM_LIMIT)
+            child, reader, writer = await Child.start_linked(
+                _engine_program(ranks, directory.path),
+                environment=_engine_environment(ranks),
+                # The service handles Ctrl-C on a terminal; the launcher would forward it.
+                own_session=ranks > 1,
+            )
         except BaseException:
-            ours.close()
             directory.close()
             raise
-        return cls(process, reader, writer, directory, on_exit, suspects, patience, ranks=ranks)
+        return cls(child, reader, writer, directory, on_exit, suspects, patience, ranks=ranks)
 
     @property
     def has_died(self) -> bool:
@@ -310,11 +302,7 @@ class EngineConnection:
         for pid in self._heartbeats.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            if self._has_launcher:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.kill()
+        self.child.kill()
 
     def _capture(self, request_id: int) -> None:
         self._executing.discard(request_id)
@@ -359,10 +347,9 @@ class EngineConnection:
 
     async def _wait_for_exit(self) -> int:
         # The process ends when its pipe closes. Killing it immediately could replace the exit status of its own end.
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(self.process.wait(), _EXIT_SECONDS)
-        self._kill()
-        return await self.process.wait()
+        if not await self.child.ends_within(_EXIT_SECONDS):
+            self._kill()
+        return await self.child.wait()
 
 
 def _died() -> EngineDiedError:
@@ -375,9 +362,9 @@ def _unavailable() -> EngineUnavailable:
     return EngineUnavailable("the engine process died; it is restarting, and its runs will be restored.")
 
 
-def _died_while_loading(status: int | None) -> EngineUnavailable:
-    hint = "was there enough memory?" if status == -signal.SIGKILL else "the log above says why."
-    return EngineUnavailable(f"the engine process died with status {status} while it loaded the model: {hint}")
+def _died_while_loading(status: int) -> EngineUnavailable:
+    reason = reason_of_status(status)
+    return EngineUnavailable(f"the engine process died while it loaded the model ({reason}); its log may say why.")
 
 
 class CrashSuspects:
@@ -408,14 +395,14 @@ def _digest(command: messages.Overlapping) -> bytes:
     return hashlib.sha256(messages.encode(command)).digest()
 
 
-def _engine_command(ranks: int, directory: Path) -> tuple[str, ...]:
-    """Return the command to execute, with the socket to the service as standard input, which ranks inherit.
+def _engine_program(ranks: int, directory: Path) -> tuple[str, ...]:
+    """Return the program that Python executes, with the socket to the service as standard input, which ranks inherit.
 
     The ranks and the launcher rendezvous through files in `directory`: there is no port to choose, and none that others
     could reach. The launcher ends all ranks when one ends. It restarts none, because the service does that.
     """
     if ranks == 1:
-        return (sys.executable, *_ENGINE)
+        return _ENGINE
     launcher = (
         "--nnodes=1",
         f"--nproc-per-node={ranks}",
@@ -426,11 +413,11 @@ def _engine_command(ranks: int, directory: Path) -> tuple[str, ...]:
         f"--rdzv-endpoint={directory / 'launcher'}",
         f"--log-dir={directory}",
     )
-    return (sys.executable, "-m", "torch.distributed.run", *launcher, *_ENGINE, "--store", str(directory / "ranks"))
+    return ("-m", "torch.distributed.run", *launcher, *_ENGINE, "--store", str(directory / "ranks"))
 
 
 def _engine_environment(ranks: int) -> Mapping[str, str]:
-    """Return the environment for `_engine_command`. Ranks share the threads that a single process would use."""
+    """Return the environment for `_engine_program`. Ranks share the threads that a single process would use."""
     if ranks == 1:
         return os.environ
     threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
