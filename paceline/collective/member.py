@@ -1,7 +1,7 @@
 """The program of a group member, run as `python -m paceline.collective.member PLACE`. It imports torch.
 
-PLACE is a GroupMembership as JSON. Jobs arrive as lines of JSON on standard input, and events are written the same way
-to standard output. The process ends when its input does.
+PLACE is a GroupMembership as JSON. Standard input is a socket to the service: jobs arrive there as lines of JSON, and
+events are written there in the same way. The process ends when its input does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SharedGpuError(MissingRanksError):
 def main() -> None:
     """Join the group, then run jobs until the input ends or a member is lost."""
     membership = GroupMembership(**json.loads(sys.argv[1]))
-    events = _reserve_stdout()
+    events = os.fdopen(os.dup(sys.stdin.fileno()), "w")
     jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(jobs,), daemon=True).start()
     try:
@@ -76,13 +76,6 @@ def _read(jobs: SimpleQueue[dict[str, Any]]) -> NoReturn:
     for line in sys.stdin:
         jobs.put(json.loads(line))
     os._exit(0)  # the service is gone; there is no other way to interrupt a collective
-
-
-def _reserve_stdout() -> TextIO:
-    """Return standard output, reserved for events; redirect other writers to it, such as gloo, to standard error."""
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return events
 
 
 def _emit(events: TextIO, **message: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from paceline.child import Child, reason_of_status
 from paceline.errors import PeerLost
 
 _START_SECONDS = 120.0
@@ -37,17 +37,25 @@ class GroupMember:
     Any failure, of this member or another, raises PeerLost: the group is then unusable and a new generation is made.
     """
 
-    def __init__(self, process: Process, membership: GroupMembership) -> None:
+    def __init__(
+        self, child: Child, events: asyncio.StreamReader, jobs: asyncio.StreamWriter, membership: GroupMembership
+    ) -> None:
         self.generation = membership.generation
-        self._process = process
+        self._child = child
+        self._events, self._jobs = events, jobs
         self._membership = membership
         self._busy = asyncio.Lock()
 
     @classmethod
     async def start(cls, membership: GroupMembership) -> Self:
         """Start the process without waiting for it to join."""
-        command = (sys.executable, "-m", "paceline.collective.member", json.dumps(asdict(membership)))
-        return cls(await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE), membership)
+        words = ("-m", "paceline.collective.member", json.dumps(asdict(membership)))
+        return cls(*await Child.start_linked(words), membership)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the member."""
+        return self._child.pid
 
     async def listening(self) -> int:
         """Return the port of the store; only for rank 0."""
@@ -73,29 +81,30 @@ class GroupMember:
     async def stop(self) -> None:
         """Kill the process and wait for it."""
         self._kill()
-        await self._process.wait()
+        await self._child.wait()
 
     def _kill(self) -> None:
-        """Kill the process and close its pipes: their other ends may be open in a fork of this process."""
-        self._process._transport.close()  # type: ignore[attr-defined]  # noqa: SLF001 - asyncio has no public way
+        self._child.kill()
+        self._jobs.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._process.stdin is None or self._process.stdin.is_closing():
+        if self._jobs.is_closing():
             raise PeerLost("the group has ended; a new one is being made")
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._jobs.write(json.dumps(message).encode() + b"\n")
 
     async def _receive(self, event: str, seconds: float) -> dict[str, Any]:
-        if self._process.stdout is None:
-            raise PeerLost("the group has ended; a new one is being made")
+        line = b""
         try:
             async with asyncio.timeout(seconds):
-                line = await self._process.stdout.readline()
+                with suppress(ConnectionError):  # It died with a job unread.
+                    line = await self._events.readline()
+                if not line.endswith(b"\n"):
+                    reason = reason_of_status(await self._child.wait())
+                    raise PeerLost(f"the group ended: its process died ({reason})")
         except TimeoutError as error:
             raise PeerLost(f"the group's members did not all answer within {seconds} s") from error
-        message: dict[str, Any] = json.loads(line or "{}")
-        if message.get("event") != event:
+        message: dict[str, Any] = json.loads(line)
+        if message["event"] != event:
             missing = ",".join(map(str, message.get("missing", ())))
-            raise PeerLost(
-                f"the group ended: {message.get('error', 'its process died')}", metadata={"missing": missing}
-            )
+            raise PeerLost(f"the group ended: {message.get('error', event)}", metadata={"missing": missing})
         return message

@@ -29,7 +29,7 @@ async def test_every_member_gets_each_file_and_a_lost_peer_is_an_error_at_all_wi
             assert await send(members, [source, tmp_path / f"got-{number}", None], len(content)) == [None] * 3
         assert [(tmp_path / f"got-{number}").read_bytes() for number in range(2)] == contents
 
-        os.kill(behind(members[2]._process.pid), signal_number)
+        os.kill(behind(members[2].pid), signal_number)
         paths = [tmp_path / "source-0", tmp_path / "one", tmp_path / "two"]
         results = await send(members, paths, len(contents[0]))
         assert [type(result) for result in results] == [PeerLost] * 3
