@@ -10,12 +10,12 @@ processes. On GPUs, whose drivers do not survive a fork, vLLM starts its process
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
 import socket
 import sys
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
@@ -26,6 +26,8 @@ from vllm.platforms import current_platform
 from vllm.utils.system_utils import set_process_title
 from vllm.v1.engine import utils
 
+from paceline.child import end_with_parent, fork
+
 _NEEDED = [
     __name__,
     "vllm.v1.engine.core",
@@ -34,7 +36,6 @@ _NEEDED = [
     "sampler_service.engine.vllm.grammar_process",
 ]
 """Modules that an engine process, or the process for grammars, imports."""
-_PR_SET_PDEATHSIG = 1
 
 
 class _EngineProcess(ForkServerProcess):
@@ -45,7 +46,7 @@ class _EngineProcess(ForkServerProcess):
         self._environment = dict(os.environ)
 
     def run(self) -> None:
-        _end_with_parent()
+        end_with_parent()
         # Garbage collection would look through what was imported, almost a million objects, and copy the pages that
         # the fork shares. vLLM gives the objects back to it when the engine ends, which only helps a process that lives
         # on.
@@ -82,10 +83,7 @@ def start_fork_server() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        pid = os.fork()
-        if pid == 0:
-            os.close(alive_write)
-            _serve(listener.fileno(), alive_read)
+        pid = fork(partial(_serve, listener.fileno(), alive_read, alive_write))
     os.close(alive_read)
     server: Any = forkserver._forkserver
     server._forkserver_address = address
@@ -96,19 +94,13 @@ def start_fork_server() -> None:
     utils.get_mp_context = _Context  # type: ignore[attr-defined]
 
 
-def _serve(listener: int, alive: int) -> None:
-    try:
-        _end_with_parent()
-        set_process_title("ForkServer")
+def _serve(listener: int, alive: int, others_alive: int) -> None:
+    os.close(others_alive)
+    end_with_parent()
+    set_process_title("ForkServer")
+    with suppress(SystemExit):  # when no process is left that may ask for a fork
         forkserver.main(listener, alive, [])
-    finally:
-        os._exit(0)
 
 
 def _do_nothing() -> None:
     """Leave what is frozen as it is."""
-
-
-def _end_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import signal
-import traceback
 from collections import OrderedDict
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from paceline.background import Background
+from paceline.child import fork
 from paceline.errors import EngineUnavailable
 from paceline.log import get_logger
 from sampler_service.engine.protocol import Turn
@@ -169,18 +169,13 @@ def _serve(config: VllmConfig, connection: Connection) -> None:
 def _in_fork(backend: XgrammarBackend, message: bytes, connection: Connection) -> bytes:
     """Build a grammar in a fork; return why it cannot be built, or nothing."""
     reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        failed = 1
-        try:
-            connection.close()
-            _limit()
-            os.write(writer, _build(backend, message).encode(errors="replace")[:_LONGEST_ANSWER])
-            failed = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(failed)
+
+    def build() -> None:
+        connection.close()
+        _limit()
+        os.write(writer, _build(backend, message).encode(errors="replace")[:_LONGEST_ANSWER])
+
+    pid = fork(build)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         answer = pipe.read()
