@@ -131,9 +131,13 @@ class CommandExecutor:
     async def _optim_step(
         self, run: RunRecord, command: Command, request: pb.OptimStepRequest, progress: CommandProgress
     ) -> Message:
-        """Apply the accumulated gradient."""
+        """Apply the accumulated gradient, or discard it."""
         if request.only_if_succeeded_since and not progress.is_replay:
             _check_passes(run, request.only_if_succeeded_since, command.seq_id)
+        if request.HasField("discard_gradient"):
+            discarded = await self._engine.discard_gradient(run.run_id)
+            run.gradient_tokens = 0
+            return pb.OptimStepResponse(step=run.step, tokens=discarded)
         params = codec.optimizer_from_proto(request)
         spec_of(params).check(params)
         try:

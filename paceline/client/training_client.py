@@ -161,6 +161,16 @@ class TrainingClient(Connected):
 
     optim_step_async = awaitable(optim_step)
 
+    def discard_gradient(self) -> PacelineFuture[int]:
+        """Drop the gradient that waits, such as what a killed script left of a step; the weights stay.
+
+        Answers with its counted positions (`Run.gradient_tokens`), 0 if none waits.
+        """
+        request = pb.OptimStepRequest(run_id=self.run_id, discard_gradient=pb.DiscardGradient())
+        return self._queue.put_one(self.transport.trainer.OptimStep, request, lambda reply: reply.tokens)
+
+    discard_gradient_async = awaitable(discard_gradient)
+
     def save_state(
         self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
     ) -> PacelineFuture[Checkpoint]:

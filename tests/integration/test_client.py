@@ -359,6 +359,15 @@ async def test_an_attached_client_continues_the_numbering(server, client, traini
     assert server.trainer.arrivals == [1, 2]
 
 
+async def test_what_an_earlier_client_left_of_a_step_is_discarded(client, training):
+    left = await training.forward_backward(make_data())
+    again = await client.get_training_client_async(training.run_id)
+    assert await again.discard_gradient() == left.metrics["tokens:sum"]
+    assert await again.discard_gradient_async() == 0
+    with pytest.raises(errors.NoGradient):
+        await again.optim_step()
+
+
 async def test_the_older_of_two_clients_on_a_run_is_told_so_and_shares_no_step(server, client, training):
     await training.forward_backward(make_data())
     newer = await client.get_training_client_async(training.run_id)

@@ -288,6 +288,16 @@ async def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_both(pair
     await step_alike(pair)
 
 
+async def test_a_discarded_gradient_is_gone_on_both_ranks(pair):
+    two, one = pair
+    await train_alike(pair, make_data(LENGTHS))
+    tokens = one.discard_gradient("run")
+    assert await two.discard_gradient("run") == tokens > 0
+    for seed in (1, 2):
+        await train_alike(pair, make_data(LENGTHS, seed=seed))
+        await step_alike(pair)
+
+
 def emptied(directory: Path) -> Path:
     for path in directory.iterdir():
         path.unlink()

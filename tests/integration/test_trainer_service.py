@@ -104,6 +104,9 @@ class Caller:
         request.run_id, request.seq_id = self.run_id, self.seq_id
         return await self.call("OptimStep", request)
 
+    async def discard_gradient(self):
+        return await self.command("OptimStep", pb.OptimStepRequest, discard_gradient=pb.DiscardGradient())
+
     async def train(self, steps=1):
         for _ in range(steps):
             await self.forward_backward()
@@ -579,6 +582,31 @@ async def test_a_run_shows_the_gradient_that_waits_also_after_loads_and_the_deat
     with pytest.raises(errors.NonFiniteGradient):
         await caller.optim_step()
     assert _place(await caller.get_run()) == (caller.seq_id, 0, 0), "a gradient that is not finite is dropped"
+
+
+async def test_a_discarded_gradient_leaves_no_trace_also_after_the_death_of_each_process(caller, cluster):
+    straight = await caller.train(2)
+    await caller.create_run()
+    assert (await caller.discard_gradient()) == pb.OptimStepResponse(), "nothing waits, and no optimizer is chosen"
+    await caller.train()
+    tokens = int((await caller.forward_backward([DATUM], "importance_sampling")).metrics["tokens:sum"])
+    await caller.forward_backward([with_input("weights", np.full(6, 3e38, np.float32), SFT_DATUM)])
+    with pytest.raises(errors.OptimizerChanged):
+        await caller.optimize(ApolloParams())
+    first = await caller.discard_gradient()
+    assert first == pb.OptimStepResponse(step=1, tokens=2 * tokens)
+    assert _place(await caller.get_run()) == (caller.seq_id, 1, 0)
+    cluster.trainer.kill_engine()
+    await _when_available(caller.logprobs)
+    assert _place(await caller.get_run()) == (caller.seq_id, 1, 0)
+    cluster.trainer.kill()
+    cluster.trainer.start()
+    assert _place(await caller.get_run()) == (caller.seq_id, 1, 0)
+    again, caller.seq_id = caller.seq_id, 6
+    assert await caller.discard_gradient() == first
+    caller.seq_id = again
+    resumed = await caller.train()
+    assert (resumed.step, resumed.grad_norm) == (straight.step, straight.grad_norm)
 
 
 async def test_what_a_run_shows_is_of_one_moment(caller):

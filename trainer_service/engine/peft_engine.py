@@ -163,6 +163,12 @@ class PeftEngine:
         milliseconds = (time.perf_counter() - start) * 1e3
         return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
 
+    def discard_gradient(self, run_id: str) -> int:
+        run = self.load_run(run_id)
+        tokens = run.pending_tokens
+        run.drop_gradient()
+        return tokens
+
     def capture_state(self, run_id: str) -> AsyncSave:
         return state_files.capture(self._resident_on_this_rank(run_id), self._staging)
 

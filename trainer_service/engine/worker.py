@@ -154,6 +154,8 @@ class Worker:
                 self._engine.delete_run(command.run_id)
             case messages.OptimStep():
                 result = self._engine.optim_step(command.run_id, make_params(command.optimizer, command.settings))
+            case messages.DiscardGradient():
+                result = self._engine.discard_gradient(command.run_id)
             case messages.SaveState():
                 result = _DeferredWork(self._engine.capture_state(command.run_id), command.directory)
             case messages.SaveAdapter():

@@ -153,6 +153,9 @@ class EngineProcess:
         command = messages.OptimStep(run_id, optimizer_name(params), settings_of(params))
         return await self._running().call(command, OptimStepOutput)
 
+    async def discard_gradient(self, run_id: str) -> int:
+        return await self._running().call(messages.DiscardGradient(run_id), int)
+
     async def save_state(self, run_id: str, directory: Path, captured: Captured = ignore_capture) -> None:
         await self._running().call(messages.SaveState(run_id, str(directory)), NoneType, captured)
 

@@ -80,6 +80,12 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, bool | int | float]
 
 
+class DiscardGradient(msgspec.Struct, frozen=True, tag=True):
+    """TrainerEngine.discard_gradient."""
+
+    run_id: str
+
+
 class SaveState(msgspec.Struct, frozen=True, tag=True):
     """TrainerEngine.save_state, in the background."""
 
@@ -103,13 +109,13 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
     with_optimizer: bool
 
 
-Command = CreateRun | CreateFullRun | DeleteRun | OptimStep | SaveState | SaveAdapter | LoadState
+Command = CreateRun | CreateFullRun | DeleteRun | OptimStep | DiscardGradient | SaveState | SaveAdapter | LoadState
 AnyCommand = Command | ForwardBackward
 READ_ONLY = (SaveState, SaveAdapter)
 """Commands that change nothing in the engine; only rank 0 executes them."""
 Overlapping = ForwardBackward | SaveState | SaveAdapter
 """Commands that the engine executes at the same time as others, unless `Request.alone` is set."""
-Result = ModelInfo | AdapterInfo | AccumulatedOutput | OptimStepOutput | LoadedState | None
+Result = ModelInfo | AdapterInfo | AccumulatedOutput | OptimStepOutput | LoadedState | int | None
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -130,6 +130,10 @@ class TrainerEngine(Protocol):
         """
         ...
 
+    def discard_gradient(self, run_id: str) -> int:
+        """Drop the gradient that waits, whatever it holds; return its counted positions, 0 if none waits."""
+        ...
+
     def capture_state(self, run_id: str) -> StateSave:
         """Capture what `save_state` writes, so that it can be written while later commands execute."""
         ...

@@ -48,7 +48,7 @@ class ToyTrainer(TrainerServiceServicer):
         self.run_id = new_run_id()
         self.theta = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))
         self.gradient = np.zeros_like(self.theta)
-        self.steps = self.last = 0
+        self.steps = self.last = self.waiting_tokens = 0
         self.lost = self.has_gradient = False
         self.gap_seconds = gap_seconds
         self.arrivals: list[int] = []
@@ -184,18 +184,23 @@ class ToyTrainer(TrainerServiceServicer):
         if not request.forward_only:
             self.gradient += gradient
             self.has_gradient = True
+            self.waiting_tokens += tokens
         return pb.ForwardBackwardResponse(
             outputs=[codec.output_to_proto(output) for output in outputs],
             metrics={"loss:sum": loss, "tokens:sum": tokens, "logprob:mean": -loss / max(tokens, 1)},
         )
 
     async def _optim_step(self, request):
+        if request.HasField("discard_gradient"):
+            discarded, self.waiting_tokens = self.waiting_tokens, 0
+            self.gradient[:], self.has_gradient = 0, False
+            return pb.OptimStepResponse(step=self.steps, tokens=discarded)
         if not self.has_gradient:
             raise errors.NoGradient("call forward_backward first")
         norm = float(np.linalg.norm(self.gradient))
         self.theta -= request.adamw.learning_rate * self.gradient
         self.gradient[:] = 0
-        self.has_gradient = False
+        self.has_gradient, self.waiting_tokens = False, 0
         self.steps += 1
         return pb.OptimStepResponse(step=self.steps, grad_norm=norm, learning_rate=request.adamw.learning_rate)
 

@@ -89,6 +89,7 @@ SERVICE_METHODS = frozenset(
 TRAINING_METHODS = frozenset(
     [
         "create_sampling_client",
+        "discard_gradient",
         "forward",
         "forward_backward",
         "forward_backward_custom",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from support.models.engine_cases import make_data, saved, train, weights
 from support.models.optimizer_cases import PARAMS
 from support.models.tiny_models import make_tiny_llama
 
-from paceline.errors import CheckpointMismatch, OptimizerChanged, OutOfMemory
+from paceline.errors import CheckpointMismatch, NoGradient, OptimizerChanged, OutOfMemory
 from paceline.types import AdamParams, LoraConfig
 from trainer_service.engine.optimizers.apollo import Apollo
 from trainer_service.engine.peft_engine import PeftEngine
@@ -58,6 +59,32 @@ def test_two_and_two_steps_are_four_to_the_last_bit(make_engine, tmp_path, name)
     assert second.load_state("run", tmp_path / "half", with_optimizer=True).step == 2
     assert steps(second, PARAMS[name], range(2, 4)).step == 4
     assert saved(second, tmp_path / "second") == saved(straight, tmp_path / "straight")
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_discarded_gradient_leaves_no_trace_before_the_first_step_or_after(make_engine, tmp_path, name):
+    engine = make_engine()
+    engine.create_run("plain", LoraConfig(rank=4))
+    for step in range(2):
+        before = saved(engine, tmp_path / f"before {step}", "plain")
+        tokens = sum(train(engine, "plain", data=make_data(seed=seed)).metrics["tokens:sum"] for seed in (1, 2))
+        assert saved(engine, tmp_path / f"waits {step}", "plain") != before
+        assert [engine.discard_gradient("plain") for _ in range(2)] == [tokens, 0]
+        assert saved(engine, tmp_path / f"after {step}", "plain") == before
+        train(engine, "plain")
+        assert engine.optim_step("plain", PARAMS[name]).step == step + 1
+
+
+def test_a_gradient_is_discarded_that_a_step_would_refuse(make_engine):
+    engine = make_engine()
+    steps(engine, PARAMS["apollo"], [0])
+    data = make_data((5,))
+    data[0].loss_inputs["weights"][-1] = np.inf
+    train(engine, data=data)
+    assert engine.discard_gradient("run") > 0
+    with pytest.raises(NoGradient):
+        engine.optim_step("run", PARAMS["adafactor"])
+    assert steps(engine, PARAMS["apollo"], [1]).step == 2
 
 
 @pytest.mark.parametrize("name", PARAMS)

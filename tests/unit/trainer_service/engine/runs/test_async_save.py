@@ -58,6 +58,7 @@ def new(directory):
 CHANGES = {
     "a step": lambda engine, _: engine.optim_step("run", AdamParams(learning_rate=1e-2, grad_clip_norm=1e-3)),
     "more gradient": lambda engine, _: forward_backward(engine),
+    "a discarded gradient": lambda engine, _: engine.discard_gradient("run"),
     "a load": lambda engine, other: engine.load_state("run", other, with_optimizer=True),
     "a load of weights": lambda engine, other: engine.load_state("run", other, with_optimizer=False),
     "the run's end": lambda engine, _: engine.delete_run("run"),

@@ -63,6 +63,16 @@ def steps(engine, params, seeds):
         engine.optim_step("run", params)
 
 
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_discarded_gradient_leaves_no_trace(make_engine, tmp_path, kept):
+    engine = make_engine(kept)
+    steps(engine, ADAM, [0])
+    before = saved(engine, tmp_path / "before")
+    tokens = train(engine, data=make_data(seed=1)).metrics["tokens:sum"]
+    assert engine.discard_gradient("run") == tokens
+    assert saved(engine, tmp_path / "after") == before
+
+
 def stock_gradients(directory, data):
     """Return cross entropy and every parameter's gradient by plain transformers in float64, one datum at a time."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").eval()

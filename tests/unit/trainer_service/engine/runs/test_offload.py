@@ -56,6 +56,8 @@ def test_20_runs_in_the_memory_of_4_come_out_as_if_all_had_stayed(make_engine, a
                 train(engine, name, data=make_data((5, 9), seed=turn))
                 if turn % 2:  # Every other turn leaves a pending gradient on disk.
                     engine.optim_step(name, optimizers[number % len(optimizers)])
+                elif number % 3 == 0 and turn:
+                    assert engine.discard_gradient(name) > 0
             peak = max(peak, paged.held_bytes)
     assert whole.held_bytes > len(names) // 2 * adapter_bytes
     assert 3 * adapter_bytes < peak <= 4 * adapter_bytes
