@@ -4,8 +4,8 @@ vLLM creates several objects for every token of every request and wakes a task, 
 Here a token and its log-probability go to the request's coalescer as they arrive from the engine's process, and the
 coalescer decides when the reader's task wakes. Anything else that comes with tokens goes through vLLM's own conversion.
 
-With the coalescer's held-back wakeups, 64 streams of a tiny model get 1.28 to 1.41 times as many tokens a CPU second.
-That is felt where a GPU samples thousands of tokens a second, not on a CPU.
+With the coalescer's held-back wakeups, the service's process passes on 2.4 times as many tokens a CPU second. That is
+felt where a GPU samples thousands of tokens a second, not on a CPU (bench/results/mechanisms.md).
 """
 
 from __future__ import annotations
