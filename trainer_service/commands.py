@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-from google.protobuf.message import Message
 
 from paceline import codec, errors, layout, weights
 from paceline.base_model.base_weights import check_same_base
@@ -43,7 +41,7 @@ from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.limits.gates import Foreground
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import AckPolicy
-from trainer_service.runs.command import Command
+from trainer_service.runs.command import Answer, Command, Outcome, answer_of
 from trainer_service.runs.pending import MAX_OUTSTANDING, READING
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
@@ -52,7 +50,7 @@ from trainer_service.settings import TrainerSettings
 
 _DEFAULT_ACK_SECONDS = 60.0
 
-_Method = Callable[[RunRecord, Command, Any, CommandProgress], Awaitable[Message]]
+_Method = Callable[[RunRecord, Command, Any, CommandProgress], Awaitable[Outcome]]
 _log = get_logger(__name__)
 
 
@@ -98,8 +96,8 @@ class CommandExecutor:
             return command.refused(error)
         return command
 
-    async def execute(self, run: RunRecord, command: Command, progress: CommandProgress) -> Message:
-        """Execute a command and return its reply. Raises PacelineError."""
+    async def execute(self, run: RunRecord, command: Command, progress: CommandProgress) -> Outcome:
+        """Execute a command. Raises PacelineError."""
         if command.refusal is not None:
             raise command.refusal
         if run.state is RunState.LOST and command.method != "LoadCheckpoint":
@@ -121,23 +119,23 @@ class CommandExecutor:
 
     async def _forward_backward(
         self, run: RunRecord, command: Command, batch: tuple[list[Datum], ForwardBackwardSpec], __: CommandProgress
-    ) -> Message:
+    ) -> Outcome:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         data, spec = batch
         output = await self._engine.forward_backward(run.run_id, data, spec)
         run.gradient_tokens = output.gradient_tokens
-        return await decoded(command.size, _reply_of, output)
+        return Outcome(await decoded(command.size, _reply_of, output))
 
     async def _optim_step(
         self, run: RunRecord, command: Command, request: pb.OptimStepRequest, progress: CommandProgress
-    ) -> Message:
+    ) -> Outcome:
         """Apply the accumulated gradient, or discard it."""
         if request.only_if_succeeded_since and not progress.is_replay:
             _check_passes(run, request.only_if_succeeded_since, command.seq_id)
         if request.HasField("discard_gradient"):
             discarded = await self._engine.discard_gradient(run.run_id)
             run.gradient_tokens = 0
-            return pb.OptimStepResponse(step=run.step, tokens=discarded)
+            return Outcome(pb.OptimStepResponse(step=run.step, tokens=discarded))
         params = codec.optimizer_from_proto(request)
         spec_of(params).check(params)
         try:
@@ -146,17 +144,19 @@ class CommandExecutor:
             run.gradient_tokens = 0  # it was dropped
             raise
         run.step, run.gradient_tokens = output.step, 0
-        return pb.OptimStepResponse(
-            step=output.step,
-            grad_norm=output.grad_norm,
-            learning_rate=output.learning_rate,
-            tokens=output.tokens,
-            milliseconds=output.milliseconds,
+        return Outcome(
+            pb.OptimStepResponse(
+                step=output.step,
+                grad_norm=output.grad_norm,
+                learning_rate=output.learning_rate,
+                tokens=output.tokens,
+                milliseconds=output.milliseconds,
+            )
         )
 
     async def _save_checkpoint(
         self, run: RunRecord, command: Command, request: pb.SaveCheckpointRequest, progress: CommandProgress
-    ) -> Message:
+    ) -> Outcome:
         """Write a durable checkpoint; keep the one that this command wrote before a crash.
 
         The run continues once its state is captured; its checkpoints appear in the order of its commands. Raises
@@ -172,7 +172,7 @@ class CommandExecutor:
         if path.kind is CheckpointKind.STATE:
             await self._registry.persist_if_possible(run)
         _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
-        return pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint))
+        return Outcome(pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint)))
 
     async def _write_checkpoint(
         self,
@@ -207,7 +207,7 @@ class CommandExecutor:
 
     async def _load_checkpoint(
         self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, progress: CommandProgress
-    ) -> Message:
+    ) -> Outcome:
         """Replace the run's weights and, with `with_optimizer`, all of its state.
 
         Also restores a run whose state was lost. The loaded files are kept for the replay of this command, because the
@@ -240,7 +240,7 @@ class CommandExecutor:
         await self._registry.persist_if_possible(run)
         _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
         newest = await self._checkpoints.newest_states.find_if_readable(run.run_id)
-        return pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path, ended_by=command.seq_id)))
+        return Outcome(pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path, ended_by=command.seq_id))))
 
     async def _load_directory(
         self, run: RunRecord, directory: Path, progress: CommandProgress, *, with_optimizer: bool
@@ -272,36 +272,35 @@ class CommandExecutor:
 
     async def _publish_weights(
         self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress
-    ) -> Message:
+    ) -> Outcome:
         """Publish the run's weights as its next version; reuse the one that this command made before a crash.
 
         The run continues once its weights are captured. Raises NotServable, DiskFull or QuotaExceeded before anything
         is started. If it fails for good before it takes a number, one is left out: it may have been announced before a
         crash.
         """
-        number = run.next_version
+        number, size = run.next_version, run.state_bytes(CheckpointKind.SAMPLER)
         try:
-            with ExitStack() as room:
-                if not self._publisher.has_made(run, command.seq_id):
-                    self._publisher.check_servable(run)
-                    size = run.state_bytes(CheckpointKind.SAMPLER)
-                    self._guard.check_free(self._settings.checkpoint_dir, size)
-                    room.enter_context(self._guard.reserve(run.tenant, size))
-                return await self._publisher.publish(
-                    run,
-                    seq_id=command.seq_id,
-                    durable=request.durable,
-                    policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
-                    ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
-                    progress=progress,
-                    room=room,
-                )
+            published = await self._publisher.publish(
+                run, seq_id=command.seq_id, durable=request.durable, size=size, progress=progress
+            )
         except errors.EngineUnavailable:
             raise  # it executes again
         except Exception:
             if run.next_version == number:
                 self._publisher.skip_version(run)
             raise
+        try:
+            answer: Answer = await self._publisher.confirm(
+                published,
+                durable=request.durable,
+                policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
+                ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
+            )
+        except Exception as error:
+            answer = answer_of(command, error)  # the version exists, and is recorded with the refusal
+        model = published.manifest.model
+        return Outcome(answer, model.version, model.blake3)
 
 
 def _check_passes(run: RunRecord, since: int, until: int) -> None:
@@ -363,7 +362,7 @@ class RunExecutor:
         """Count replayed commands towards the next snapshot: the next startup would replay them too."""
         self._commands += replayed
 
-    async def execute(self, command: Command, progress: CommandProgress) -> Message:
+    async def execute(self, command: Command, progress: CommandProgress) -> Outcome:
         start = perf_counter()
         # A command that only reads may wait for samplers or for the disk, without the engine.
         is_computing = nullcontext() if command.method in READING else self._foreground.working()

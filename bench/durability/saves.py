@@ -36,7 +36,7 @@ from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.limits.disk_guard import DiskGuard
-from trainer_service.runs.command import Answers, Command
+from trainer_service.runs.command import Answers, Command, Outcome
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.sequencer import Sequencer
 
@@ -54,7 +54,7 @@ class Executor:
         self.begins: dict[int, float] = {}
         self._engine, self._directory, self._data = engine, directory, data
 
-    async def execute(self, command: Command, progress: CommandProgress) -> Message:
+    async def execute(self, command: Command, progress: CommandProgress) -> Outcome:
         """Execute a command."""
         self.begins[command.seq_id] = perf_counter()
         match command.method:
@@ -70,7 +70,7 @@ class Executor:
             case _:
                 await self._write(command, progress, self._engine.save_adapter, durable=False)
                 reply = pb.PublishWeightsResponse()
-        return reply
+        return Outcome(reply)
 
     async def _write(self, command: Command, progress: CommandProgress, save: Save, *, durable: bool) -> None:
         final = self._directory / str(command.seq_id)

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -133,15 +133,18 @@ async def trainer(engine, tmp_path):
     settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path / "volume", min_free_bytes=0, insecure=True)
     volume = layout.Volume(settings.checkpoint_dir)
     storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
-    registry = RunRegistry(volume, storage, DiskGuard(volume=volume))
+    guard = DiskGuard(volume=volume)
+    registry = RunRegistry(volume, storage, guard)
     checkpoints, hub = CheckpointStore(volume), WatchHub()
     group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), hub)
 
     def spawn(work):
         tasks.append(asyncio.create_task(work))
 
-    publisher = Publisher(engine, registry, hub, volume, tmp_path / "staging", KEPT_VERSIONS, NO_FAILPOINTS, group)
-    executor = CommandExecutor(settings, engine, registry, checkpoints, publisher, NO_GUARD)
+    publisher = Publisher(
+        engine, registry, hub, volume, tmp_path / "staging", KEPT_VERSIONS, NO_FAILPOINTS, group, guard
+    )
+    executor = CommandExecutor(settings, engine, registry, checkpoints, publisher, guard)
     policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
     tasks = []
     recovery = Recovery(
@@ -162,6 +165,7 @@ async def trainer(engine, tmp_path):
     run = await lifecycle.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
     slow = SlowCopy(publisher, run)
     yield SimpleNamespace(
+        guard=guard,
         hub=hub,
         commander=Commander(run, volume),
         slow=slow,
@@ -475,6 +479,25 @@ async def test_a_version_that_a_killed_trainer_copied_is_synced_before_anything_
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("why", ["the volume fails", "no sampler takes it"])
+async def test_a_publish_that_is_refused_is_recorded_with_the_version_that_it_made(trainer, monkeypatch, why):
+    silent = Watcher("silent", {})
+    await trainer.hub.join(silent)
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2", errno.EIO):
+        if why == "the volume fails":
+            with pytest.raises(errors.Internal):
+                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+        else:
+            with pytest.raises(errors.AckTimeout):
+                await trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=20)
+    ((version, _),) = announced(silent)
+    record = trainer.run.sequencer.answers.get(trainer.commander.seq_id)
+    made = trainer.publisher.staged_manifest(trainer.publisher.find(trainer.run, version))
+    assert (record.version, record.version_blake3) == (version, made.model.blake3)
+    await trainer.publisher.settled(trainer.run.run_id)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_a_killed_trainer_kept_for_a_load_is_synced_before_the_load_is_answered(trainer, synced):
     commander, run = trainer.commander, trainer.run
     path = (await commander.send(pb.SaveCheckpointRequest, name="a", kind=CheckpointKind.STATE.value)).checkpoint.path
@@ -553,11 +576,10 @@ async def test_a_deletion_waits_for_copies_that_start_again_meanwhile(trainer, m
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_version_that_is_being_copied_counts_towards_its_tenants_bytes(trainer):
     commander, size = trainer.commander, trainer.run.state_bytes(CheckpointKind.SAMPLER)
-    guard = DiskGuard(volume=trainer.publisher._volume, tenant_limit=1 << 40)
+    guard = trainer.guard
     guard.count_all()
     before = guard.used(TEAM)
     guard.limit = before + size + size // 2
-    trainer.executor._guard = trainer.publisher._guard = trainer.publisher._copies._guard = guard
     await trainer.hub.join(trainer.slow)
     await commander.send(pb.PublishWeightsRequest)
     with pytest.raises(errors.QuotaExceeded):
@@ -656,18 +678,20 @@ async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_writ
         assert trainer.run.step == 0
 
 
+async def publish(publisher, run, policy=AckPolicy.NONE):
+    """Publish a run's first version as its first command, durably; return the reply."""
+    published = await publisher.publish(run, seq_id=1, durable=True, size=0, progress=CommandProgress())
+    return await publisher.confirm(published, durable=True, policy=policy, ack_seconds=60)
+
+
 def publish_again(publisher, run):
     """Publish a run's first version as after a crash that kept the answer from the journal."""
     run.next_version = 1
-    return publisher.publish(
-        run,
-        seq_id=1,
-        durable=True,
-        policy=AckPolicy.NONE,
-        ack_seconds=1,
-        progress=CommandProgress(),
-        room=ExitStack(),
-    )
+    return publish(publisher, run)
+
+
+def refuse_space(*_):
+    raise errors.DiskFull("the volume is full")
 
 
 def crash(trainer):
@@ -869,14 +893,13 @@ async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, m
 async def test_a_publish_that_executes_again_is_announced_as_the_newest_that_it_is(trainer):
     silent = Watcher("silent", {})
     await trainer.hub.join(silent)
-    publishing = {"seq_id": 1, "durable": True, "policy": AckPolicy.ALL, "ack_seconds": 60.0, "room": ExitStack()}
-    first = asyncio.create_task(trainer.publisher.publish(trainer.run, progress=CommandProgress(), **publishing))
+    first = asyncio.create_task(publish(trainer.publisher, trainer.run, AckPolicy.ALL))
     while not trainer.commander.version.exists():  # noqa: ASYNC110 - nothing says when it is copied
         await asyncio.sleep(0.01)
     crash(trainer)
     announced(silent)
     trainer.run.next_version = 1
-    again = asyncio.create_task(trainer.publisher.publish(trainer.run, progress=CommandProgress(), **publishing))
+    again = asyncio.create_task(publish(trainer.publisher, trainer.run, AckPolicy.ALL))
     while not (messages := announced(silent)):  # noqa: ASYNC110 - a watcher's messages are taken without waiting
         await asyncio.sleep(0.01)
     assert set(messages) == {(1, 1)}
@@ -905,7 +928,7 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
     trainer, monkeypatch
 ):
     async def execute(request):
-        return await trainer.executor.execute(trainer.run, Command.of(request, TEAM), CommandProgress())
+        return (await trainer.executor.execute(trainer.run, Command.of(request, TEAM), CommandProgress())).answer
 
     saving = {"run_id": trainer.run.run_id, "name": "made", "kind": CheckpointKind.STATE.value, "overwrite": True}
     made = await execute(pb.SaveCheckpointRequest(seq_id=7, **saving))
@@ -914,7 +937,7 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
     version = (await execute(publishing)).model.version
     trainer.run.next_version = version
     crash(trainer)
-    monkeypatch.setattr(trainer.executor, "_guard", DiskGuard(1 << 60))
+    monkeypatch.setattr(trainer.guard, "check_free", refuse_space)
     assert await execute(pb.SaveCheckpointRequest(seq_id=7, **saving)) == made
     assert (await execute(publishing)).model.version == version
     with pytest.raises(errors.DiskFull):
@@ -927,7 +950,7 @@ async def test_a_version_whose_publish_is_refused_when_it_executes_again_is_the_
     trainer, monkeypatch, how
 ):
     publishing = Command.of(pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=1), TEAM)
-    answer = await trainer.executor.execute(trainer.run, publishing, CommandProgress())
+    answer = (await trainer.executor.execute(trainer.run, publishing, CommandProgress())).answer
     trainer.run.next_version = answer.model.version
     crash(trainer)
     if how == "poisoned":
@@ -941,7 +964,7 @@ async def test_a_version_whose_publish_is_refused_when_it_executes_again_is_the_
                 await trainer.commander.send(pb.PublishWeightsRequest)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.executor, "_guard", DiskGuard(1 << 60))
+            patch.setattr(trainer.guard, "check_free", refuse_space)
             with pytest.raises(errors.DiskFull):
                 await trainer.commander.send(pb.PublishWeightsRequest)
     assert not trainer.commander.version.exists(), "samplers alone have seen it"

@@ -14,9 +14,10 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from paceline import errors, layout
 from paceline.log import get_logger
@@ -26,6 +27,29 @@ _log = get_logger(__name__)
 
 QUOTA = "volume_bytes"
 """Name of the quota on bytes on the volume."""
+
+
+class Reservation:
+    """Bytes that a tenant is about to write: they count as its own until they are released.
+
+    Who makes one releases it, unless it is given to something that says that it takes it.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self.is_released = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Count the bytes no longer: they are measured where they were written, or are not written. Idempotent."""
+        if not self.is_released:
+            self.is_released = True
+            self._release()
 
 
 class DiskGuard:
@@ -71,22 +95,21 @@ class DiskGuard:
                 metadata={"quota": QUOTA, "used": str(used), "limit": str(self.limit), "needed": str(size)},
             )
 
-    @contextmanager
-    def reserve(self, tenant: str, size: int, replaced: Path | None = None) -> Iterator[None]:
-        """Reserve `size` bytes for what the block writes, in place of `replaced` if given. Raises QuotaExceeded."""
+    def reserve(self, tenant: str, size: int, replaced: Path | None = None) -> Reservation:
+        """Reserve `size` bytes for what is to be written, in place of `replaced` if given. Raises QuotaExceeded."""
         size -= min(size, size_of(replaced)) if replaced is not None else 0
         with self._lock:
             self.check_quota(tenant, size)
             self._by_tenant[tenant] += size
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._by_tenant[tenant] -= size
+        return Reservation(lambda: self._release(tenant, size))
 
     def used(self, tenant: str) -> int:
         """Return the bytes that a tenant has, including those that it is about to write."""
         return self._by_tenant[tenant]
+
+    def _release(self, tenant: str, size: int) -> None:
+        with self._lock:
+            self._by_tenant[tenant] -= size
 
     def tenants(self) -> list[str]:
         """Return the tenants that have bytes on the volume."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,7 +20,7 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from trainer_service.engine_link.client import EngineProcess
 from trainer_service.engine_link.protocol import PublishedAs
 from trainer_service.failpoints import Failpoints
-from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
+from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard, Reservation
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup
 from trainer_service.publish.servable import Obstacle, without_head
@@ -39,6 +40,20 @@ _NUMBERS_RESERVED = 64
 
 class _DiffersError(Exception):
     """A recreated version is not the original."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version that was made and announced."""
+
+    manifest: pb.Manifest
+    copying: asyncio.Task[None]
+    """Its copy to the volume."""
+    watchers: Set[str]
+    """Names of the samplers that were told of it."""
+    begun: float
+    """When the publish began, in seconds of `perf_counter`."""
+    stage_milliseconds: float
 
 
 class Publisher:
@@ -111,18 +126,31 @@ class Publisher:
         *,
         seq_id: int,
         durable: bool,
-        policy: AckPolicy,
-        ack_seconds: float,
+        size: int,
         progress: CommandProgress,
-        room: ExitStack,
-    ) -> PublishWeightsResponse:
+    ) -> Published:
         """Publish the run's current weights as its next version, or reuse the one that `seq_id` made before a crash.
 
-        `room` holds the reservation of the version's bytes, which lasts until the copy to the volume has ended. The
-        number is assigned in the command's turn; if the publish fails later, it is not used again. Raises AckTimeout or
-        the error with which a sampler refused the version; the version exists in both cases.
+        `size` is the version's number of bytes, which are reserved until its copy to the volume has ended; with
+        `durable` the copy waits for nothing. The number is assigned in the command's turn; if the publish fails later,
+        it is not used again. Raises NotServable, DiskFull and QuotaExceeded before anything is started.
         """
-        start = perf_counter()
+        reservation = None
+        if not self._has_made(run, seq_id):
+            self._check_servable(run)
+            self._guard.check_free(self._volume.root, size)
+            reservation = self._guard.reserve(run.tenant, size)
+        try:
+            return await self._publish(run, seq_id, reservation, progress, durable=durable)
+        except BaseException:
+            if reservation is not None:
+                reservation.release()
+            raise
+
+    async def _publish(
+        self, run: RunRecord, seq_id: int, reservation: Reservation | None, progress: CommandProgress, *, durable: bool
+    ) -> Published:
+        begun = perf_counter()
         version = await self._next_version(run, seq_id)
         run.next_version = version + 1
         if self._agreements is not None and _is_whole(run):
@@ -131,22 +159,33 @@ class Publisher:
             manifest, directory = await self._stage(run, version, seq_id, progress)
             await earlier_announced.wait()
             self._failpoints.hit("before_announce")
-            progress.version, progress.version_blake3 = version, manifest.model.blake3
             run.latest_version = max(run.latest_version, version)
-            expected = self._broadcast(manifest, directory)
-        staged = perf_counter()
+            watchers = self._broadcast(manifest, directory)
+        stage_milliseconds = 1e3 * (perf_counter() - begun)
         is_awaited = durable or any(watcher.needs_volume for watcher in self._hub.watchers())
         answered = None if is_awaited or _is_whole(run) else progress.ended
-        copying = self._copies.start(VersionCopy(manifest, directory, room.pop_all()), answered)
+        copying = self._copies.start(VersionCopy(manifest, directory, reservation), answered)
+        return Published(manifest, copying, watchers, begun, stage_milliseconds)
+
+    async def confirm(
+        self, published: Published, *, durable: bool, policy: AckPolicy, ack_seconds: float
+    ) -> PublishWeightsResponse:
+        """Wait until a version is on the volume, if it is to be `durable`, and for samplers as `policy` says.
+
+        Raises AckTimeout, the error with which a sampler refused the version, or OSError if the volume did not take
+        it; the version exists in each case.
+        """
         if durable:
-            await asyncio.shield(copying)
-        waiting = policy is not AckPolicy.NONE
-        acks = await self._hub.wait((run.run_id, version), policy, expected, ack_seconds) if waiting else ()
+            await asyncio.shield(published.copying)
+        model = published.manifest.model
+        acks: Sequence[pb.Acknowledgement] = ()
+        if policy is not AckPolicy.NONE:
+            acks = await self._hub.wait((model.run_id, model.version), policy, published.watchers, ack_seconds)
         return PublishWeightsResponse(
-            model=manifest.model,
+            model=model,
             acknowledgements=acks,
-            stage_milliseconds=1e3 * (staged - start),
-            total_milliseconds=1e3 * (perf_counter() - start),
+            stage_milliseconds=published.stage_milliseconds,
+            total_milliseconds=1e3 * (perf_counter() - published.begun),
         )
 
     def obstacle(self, parameters: RunParameters, modules: Collection[str]) -> Obstacle | None:
@@ -158,7 +197,7 @@ class Publisher:
         rest = without_head(modules, self._groups())
         return bool(rest) and self.obstacle(parameters, modules) is not None and self.obstacle(parameters, rest) is None
 
-    def check_servable(self, run: RunRecord) -> None:
+    def _check_servable(self, run: RunRecord) -> None:
         """Refuse a run that no watching sampler can serve, if at least one watches. Raises NotServable."""
         if (found := self.obstacle(run.parameters, run.adapted_modules)) is not None:
             message = f"no watching sampler can serve what the run trains; {found.message}"
@@ -172,7 +211,7 @@ class Publisher:
         certificate = self._engine.describe().certificate
         return certificate.groups if certificate is not None else ()
 
-    def has_made(self, run: RunRecord, seq_id: int) -> bool:
+    def _has_made(self, run: RunRecord, seq_id: int) -> bool:
         """Return whether the version that command `seq_id` publishes is on the volume from before a crash."""
         return self._maker(run, run.next_version) == seq_id
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import errors, layout, weights
 from paceline.log import get_logger
 from paceline.weights.v1 import weight_service_pb2 as pb
-from trainer_service.limits.disk_guard import DiskGuard, size_of
+from trainer_service.limits.disk_guard import DiskGuard, Reservation, size_of
 
 ANSWER_SECONDS = 0.2
 """How long a version's copy to the volume lets the answer to its publish go first, whatever samplers do."""
@@ -28,8 +28,8 @@ class VersionCopy:
     manifest: pb.Manifest
     directory: Path
     """Where the version was made."""
-    room: ExitStack = field(default_factory=ExitStack)
-    """Holds the reservation of the version's bytes until they are counted on the volume."""
+    reservation: Reservation | None = None
+    """The version's bytes, until they are counted on the volume. The copy takes it: it is released when that ends."""
     failures: int = 0
     """How often the volume did not take it."""
     is_kept: bool = True
@@ -46,6 +46,11 @@ class VersionCopy:
     @property
     def key(self) -> tuple[str, int]:
         return self.run_id, self.version
+
+    def release(self) -> None:
+        """Release the reservation, if it has one."""
+        if self.reservation is not None:
+            self.reservation.release()
 
 
 class VolumeCopies:
@@ -132,11 +137,11 @@ class VolumeCopies:
                 await asyncio.to_thread(_copy_files, copy.directory, staging)
                 await asyncio.to_thread(weights.write_manifest, staging, copy.manifest)
         self._guard.measure(final)
-        copy.room.close()
+        copy.release()
         await self._when_copied(copy)
 
     def _ended(self, copy: VersionCopy, task: asyncio.Task[None]) -> None:
-        copy.room.close()
+        copy.release()
         del self._in_progress[copy.key]
         error = None if task.cancelled() else task.exception()
         if error is not None:

@@ -12,6 +12,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from paceline import errors
+from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.journal.format import AnswerRecord, CommandRecord, Facts, RecordedError
 
@@ -22,6 +23,18 @@ _KEPT_DIGESTS = 10_000
 
 Answer = Message | errors.PacelineError
 """Answer of a command: a reply or an error."""
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command came to: its answer, and the version that it made, whatever it answered."""
+
+    answer: Answer
+    version: int = 0
+    """Number of the version; 0 for none."""
+    version_blake3: str = ""
+    """BLAKE3-256 of that version."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -135,10 +148,19 @@ class Answers:
             self._records[seq_id] = msgspec.structs.replace(self._records[seq_id], reply=None)
 
 
-def answer_to_record(
-    command: Command, answer: Answer, facts: Facts, version: int = 0, version_blake3: str = ""
-) -> AnswerRecord:
+def answer_of(command: Command, error: Exception) -> errors.PacelineError:
+    """Return what a command answers that raised an error: Internal for one that nobody foresaw, which is logged."""
+    if isinstance(error, errors.PacelineError):
+        return error
+    # It is kept as the answer like any other, so that it does not block later commands.
+    answer = errors.Internal.unforeseen()
+    _log.error("command failed", seq_id=command.seq_id, **answer.metadata, exc_info=error)
+    return answer
+
+
+def answer_to_record(command: Command, outcome: Outcome, facts: Facts) -> AnswerRecord:
     """Return the journal record of an answer, with the run's facts and the version that the command made."""
+    answer = outcome.answer
     failure = RecordedError.of(answer) if isinstance(answer, errors.PacelineError) else None
     reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
     return AnswerRecord(
@@ -148,8 +170,8 @@ def answer_to_record(
         reply,
         failure,
         facts,
-        version,
-        version_blake3,
+        outcome.version,
+        outcome.version_blake3,
         command.attachment,
     )
 

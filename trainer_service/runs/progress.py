@@ -29,10 +29,6 @@ class CommandProgress:
         self.ended = asyncio.Event()
         self.is_answered = False
         """Whether the command ended with an answer, and not because it has to execute again."""
-        self.version = 0
-        """Number of the version that the command made; 0 for none."""
-        self.version_blake3 = ""
-        """BLAKE3-256 of that version."""
         self._earlier = tuple(earlier)
         self._may_overlap = may_overlap
 

@@ -40,7 +40,7 @@ from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AttemptRecord, Facts
 from trainer_service.journal.journal import RunJournal
-from trainer_service.runs.command import Answer, Answers, Command, answer_to_record
+from trainer_service.runs.command import Answers, Command, Outcome, answer_of, answer_to_record
 from trainer_service.runs.pending import READING, PendingCommand, PendingCommands
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.status import CommandStatus, StatusStream, status_of_answer, status_of_pending
@@ -56,7 +56,7 @@ _MAX_EXECUTING = 8
 class Executor(Protocol):
     """Executes a run's commands."""
 
-    async def execute(self, command: Command, progress: CommandProgress) -> Message:
+    async def execute(self, command: Command, progress: CommandProgress) -> Outcome:
         """Execute a command. Raises PacelineError; EngineUnavailable means that it was not executed."""
 
     def facts(self) -> Facts:
@@ -391,7 +391,8 @@ class Sequencer:
         """Execute a command, keep its answer and resolve it for the waiters."""
         command = pending.command
         try:
-            answer = await self._answer(command, progress, executor)
+            outcome = await self._outcome(command, progress, executor)
+            answer = outcome.answer
             if isinstance(answer, errors.EngineUnavailable):
                 if isinstance(answer, EngineDiedError):
                     deaths = self.attempts[command.seq_id] = self.attempts[command.seq_id] + 1
@@ -403,7 +404,7 @@ class Sequencer:
             facts = executor.facts()
             if pending.place is not None:
                 facts = facts.at(pending.place)
-            record = answer_to_record(command, answer, facts, progress.version, progress.version_blake3)
+            record = answer_to_record(command, outcome, facts)
             must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
             await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")
@@ -422,22 +423,17 @@ class Sequencer:
             progress.end()
             self._notify()
 
-    async def _answer(self, command: Command, progress: CommandProgress, executor: Executor) -> Answer:
+    async def _outcome(self, command: Command, progress: CommandProgress, executor: Executor) -> Outcome:
         deaths = self.attempts[command.seq_id]
         if deaths >= self._max_attempts:
             executor.abandon(command)
             message = f"the engine died {deaths} time(s) while it executed this; it is not retried"
-            return errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)})
+            return Outcome(errors.PoisonedCommand(message, field="seq_id", metadata={"attempts": str(deaths)}))
         self._failpoints.hit("before_execute")
         try:
             return await executor.execute(command, progress)
-        except errors.PacelineError as error:
-            return error
-        except Exception:
-            # The error is kept as the answer like any other, so that it does not block later commands.
-            answer = errors.Internal.unforeseen()
-            _log.exception("command failed", seq_id=command.seq_id, **answer.metadata)
-            return answer
+        except Exception as error:
+            return Outcome(answer_of(command, error))
 
     async def _engine_unused(self) -> None:
         """Wait until no command uses the engine."""

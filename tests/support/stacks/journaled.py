@@ -12,7 +12,7 @@ from trainer_service.journal.format import Facts
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.limits.disk_guard import DiskGuard
-from trainer_service.runs.command import Answers, Command
+from trainer_service.runs.command import Answers, Command, Outcome
 from trainer_service.runs.sequencer import Sequencer
 
 NO_FAILPOINTS = Failpoints("")
@@ -41,7 +41,7 @@ class Executor:
             await self.rest[command.seq_id](progress)
         self.ended.append(command.seq_id)
         is_save = command.method == "SaveCheckpoint"
-        return reply or (pb.SaveCheckpointResponse() if is_save else pb.OptimStepResponse(step=command.seq_id))
+        return Outcome(reply or (pb.SaveCheckpointResponse() if is_save else pb.OptimStepResponse(step=command.seq_id)))
 
     def facts(self):
         return Facts(step=len(self.ran))

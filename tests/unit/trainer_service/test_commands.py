@@ -44,8 +44,8 @@ async def test_a_batch_is_decoded_and_checked_once_and_a_large_one_beside_the_ev
     datum = codec.datum_to_proto(Datum(tokens, {"target_tokens": tokens, "weights": np.ones(32, np.float32)}))
     request = pb.ForwardBackwardRequest(run_id="run", seq_id=1, loss_fn="cross_entropy", data=[datum] * datums)
     checked = await commands.check(RUN, Command.of(request, "team"))
-    reply = await commands.execute(RUN, checked, CommandProgress())
-    assert len(reply.outputs) == datums
+    outcome = await commands.execute(RUN, checked, CommandProgress())
+    assert len(outcome.answer.outputs) == datums
     assert [thread == threading.get_ident() for thread in engine.checked_in] == [is_here]
 
 
@@ -57,4 +57,4 @@ async def test_a_command_read_from_the_journal_is_decoded_when_it_executes(tmp_p
     datum = codec.datum_to_proto(Datum(tokens, {"target_tokens": tokens, "weights": np.ones(4, np.float32)}))
     request = pb.ForwardBackwardRequest(run_id="run", seq_id=1, loss_fn="cross_entropy", data=[datum])
     replayed = Command.from_record(Command.of(request, "team").to_record())
-    assert len((await commands.execute(RUN, replayed, CommandProgress())).outputs) == 1
+    assert len((await commands.execute(RUN, replayed, CommandProgress())).answer.outputs) == 1
