@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -83,11 +83,11 @@ class CommandExecutor:
     async def check(self, run: RunRecord, command: Command) -> Command:
         """Decode and check a command on arrival, as far as the command and the room in the journal allow.
 
-        A valid command is returned with its content, an invalid one without its request, which is no longer needed. It
+        A valid command is returned with its content, an invalid one without its request. It
         keeps its place in the run's order and answers with the reason for its refusal at its turn.
         """
         try:
-            command = replace(command, content=await decoded(command.size, self._decode, command))
+            command = command.decoded(await decoded(command.size, self._decode, command))
             if command.method == "ForwardBackward":
                 self._guard.check_quota(run.tenant, command.size)
         except errors.Unavailable:

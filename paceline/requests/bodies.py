@@ -15,7 +15,7 @@ from paceline import errors
 
 MAX_JSON_PARTS = 1 << 18
 """Most values, names and escaped characters of a JSON body: twice as many as a context of 128k tokens has."""
-_INLINE_BYTES = 1 << 16
+INLINE_BYTES = 1 << 16
 """Bodies up to this size are decoded at once: a thread would cost more."""
 _SLICE_BYTES = 1 << 20
 _NO_PARTS = bytes(set(range(256)) - set(b",:[]{}\\"))
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 async def decoded(size: int, decode: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     """Return what `decode` makes of a body of `size` bytes; a large one is decoded in a thread."""
-    if size <= _INLINE_BYTES:
+    if size <= INLINE_BYTES:
         return decode(*arguments, **options)
     return await asyncio.to_thread(decode, *arguments, **options)
 

@@ -22,6 +22,7 @@ import msgspec
 from paceline.child import Child, reason_of_status
 from paceline.errors import EngineUnavailable
 from paceline.files.own_directory import OwnDirectory
+from paceline.requests.bodies import decoded
 from paceline.types import (
     Datum,
     ForwardBackwardSpec,
@@ -147,7 +148,8 @@ class EngineProcess:
         spec: ForwardBackwardSpec,
     ) -> AccumulatedOutput:
         command = messages.ForwardBackward(run_id, list(data), spec)
-        return await self._running().call(command, AccumulatedOutput)
+        size = sum(datum.model_input.nbytes for datum in data)
+        return await self._running().call(command, AccumulatedOutput, size=size)
 
     async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
         command = messages.OptimStep(run_id, optimizer_name(params), settings_of(params))
@@ -237,16 +239,26 @@ class EngineConnection:
         return self._dead
 
     async def call(
-        self, command: messages.Start | messages.AnyCommand, kind: type[R], captured: Captured = ignore_capture
+        self,
+        command: messages.Start | messages.AnyCommand,
+        kind: type[R],
+        captured: Captured = ignore_capture,
+        *,
+        size: int = 0,
     ) -> R:
+        """Have the engine execute a command; one of many bytes (`size`) is encoded beside the event loop."""
         if self._dead:
             raise _unavailable()
         alone = isinstance(command, messages.Overlapping) and command in self._suspects
         request = messages.Request(next(self._ids), command, alone)
-        self._writer.write(messages.frame(request))
+        frame = await decoded(size, messages.frame, request)
+        if self._dead:  # it died meanwhile
+            raise _unavailable()
+        self._writer.write(frame)
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = _PendingCall(command, answer, captured)
-        return messages.decode(await answer, kind)
+        reply = await answer
+        return await decoded(memoryview(reply).nbytes, messages.decode, reply, kind)
 
     async def close(self) -> None:
         self._closing = True

@@ -94,7 +94,7 @@ class CommandRecord(msgspec.Struct, frozen=True, tag="command", omit_defaults=Tr
     method: str
     tenant: str
     request: bytes
-    """Without the attachment and, if the command was refused, without its content."""
+    """Without the attachment; empty if the command was refused."""
     refusal: RecordedError | None = None
     """What the command answers at its turn, if it was refused on arrival."""
     digest: bytes = b""

@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.codec.errors import error_to_proto
+from paceline.requests.bodies import INLINE_BYTES
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.runs.status import CommandStatus
 
@@ -33,6 +34,20 @@ def command_of(request: pb.ExecuteRequest) -> Any:
             raise errors.InvalidArgument(message, field=f"{name}.{field}")
         setattr(command, field, getattr(request, field))
     return command
+
+
+def size_of(request: Any) -> int:
+    """Return the bytes of a command's request, or of the first of its data if they are too many to be decoded here.
+
+    To measure all of a large message takes as long as to serialize it.
+    """
+    counted = 0
+    for datum in getattr(request, "data", ()):
+        tensors = (datum.model_input, *datum.loss_inputs.values())
+        counted += sum(len(tensor.data) for tensor in tensors)
+        if counted > INLINE_BYTES:
+            return counted
+    return int(request.ByteSize())
 
 
 def status_to_proto(status: CommandStatus) -> pb.CommandStatus:

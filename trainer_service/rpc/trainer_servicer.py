@@ -30,7 +30,7 @@ from trainer_service.engine_link.loss_specs import LOSS_SPECS
 from trainer_service.engine_link.optimizer_specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements
 from trainer_service.quotas import Quotas
-from trainer_service.rpc.command_messages import command_of, status_to_proto
+from trainer_service.rpc.command_messages import command_of, size_of, status_to_proto
 from trainer_service.run_lifecycle import OutstandingPolicy, RunLifecycle
 from trainer_service.runs.command import Command, request_digest
 from trainer_service.runs.record import RunRecord
@@ -259,7 +259,7 @@ class TrainerServicer(TrainerServiceServicer):
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)
         self._ask_for(run)
-        command = await decoded(request.ByteSize(), Command.of, request, identity.tenant)
+        command = await decoded(size_of(request), Command.of, request, identity.tenant)
         if run.state is RunState.LOST:
             run.sequencer.check_client(command)
             if command.method != "LoadCheckpoint":

@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Command:
-    """A command of a run, with its decoded request."""
+    """A command of a run. What it asks for is held once: serialized until the journal has it, then decoded."""
 
     seq_id: int
     method: str
@@ -48,16 +48,18 @@ class Command:
     """The caller's tenant; empty for a service."""
     attachment: int
     """Number of the attached client that sent the command; 0 if that client did not attach."""
-    request: Any
-    """Message of the RPC, without the attachment; without its content if the command was refused."""
     size: int
     """Bytes of the message as it arrived, which gRPC keeps until the call is answered."""
     digest: bytes
     """SHA-256 that tells a repeated command from another command with the same seq_id."""
-    refusal: errors.PacelineError | None = None
-    """Error that a command answers which was refused before its turn; its content is not kept."""
+    payload: bytes = field(default=b"", compare=False, repr=False)
+    """The request, without the attachment, serialized; empty once the journal has it, or the command was refused."""
+    request: Any = field(default=None, compare=False, repr=False)
+    """The same as a message; None once `content` was made of it, or the command was refused."""
     content: Any = field(default=None, compare=False, repr=False)
     """The request as its executor takes it, decoded and checked; None if that was not done yet."""
+    refusal: errors.PacelineError | None = None
+    """Error that a command answers which was refused before its turn."""
 
     @classmethod
     def of(cls, request: Any, tenant: str) -> Command:
@@ -67,28 +69,34 @@ class Command:
         payload = request.SerializeToString(deterministic=True)
         method = type(request).__name__.removesuffix("Request")
         digest = request_digest(f"{method}Request", payload)
-        return cls(request.seq_id, method, tenant, attachment, request, len(payload), digest)
+        return cls(request.seq_id, method, tenant, attachment, len(payload), digest, payload, request)
 
     @classmethod
     def from_record(cls, record: CommandRecord, *, is_cancelled: bool = False) -> Command:
         """Read a command from its journal record; with `is_cancelled`, as the one that it became afterwards."""
-        request = getattr(pb, f"{record.method}Request").FromString(record.request)
         command = cls(
             seq_id=record.seq_id,
             method=record.method,
             tenant=record.tenant,
             attachment=record.attachment,
-            request=request,
             size=len(record.request),
             digest=record.digest or request_digest(f"{record.method}Request", record.request),
+            request=getattr(pb, f"{record.method}Request").FromString(record.request),
             refusal=record.refusal.error() if record.refusal else None,
         )
         return command.cancelled() if is_cancelled else command
 
+    def decoded(self, content: Any) -> Command:
+        """Return the command with its request as its executor takes it."""
+        return replace(self, content=content, request=None)
+
+    def journaled(self) -> Command:
+        """Return the command without what the journal holds."""
+        return replace(self, payload=b"")
+
     def refused(self, error: errors.PacelineError) -> Command:
-        """Return the command refused before its turn: the error and its place in the order, without its content."""
-        request = type(self.request)(run_id=self.request.run_id, seq_id=self.seq_id)
-        return replace(self, request=request, refusal=error, content=None)
+        """Return the command refused before its turn: the error and its place in the order, without its request."""
+        return replace(self, payload=b"", request=None, content=None, refusal=error)
 
     def cancelled(self) -> Command:
         """Return the command refused because another client attached before it started."""
@@ -97,9 +105,8 @@ class Command:
 
     def to_record(self) -> CommandRecord:
         """Return the journal record."""
-        payload = self.request.SerializeToString(deterministic=True)
         refusal, digest = (RecordedError.of(self.refusal), self.digest) if self.refusal else (None, b"")
-        return CommandRecord(self.seq_id, self.method, self.tenant, payload, refusal, digest, self.attachment)
+        return CommandRecord(self.seq_id, self.method, self.tenant, self.payload, refusal, digest, self.attachment)
 
 
 class Answers:

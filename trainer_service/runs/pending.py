@@ -215,6 +215,7 @@ class PendingCommands:
         while following := self.by_seq_id.get(self.appended + 1):
             following.durable = self._journal.append(following.command.to_record(), sync=True)
             following.durable.add_done_callback(partial(self.settle, following))
+            following.command = following.command.journaled()
             following.cancel_timeout()
             self.appended += 1
 
