@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,10 +124,10 @@ class RunJournal:
         """Name of the damaged journal that was set aside last."""
         self.appended_bytes = 0
         """Bytes of records appended since this object was created."""
-        self.on_refused: Callable[[errors.PacelineError], None] = lambda _error: None
-        """Called with the reason if records could not be written, once commands that are not executed were refused.
+        self.on_refused: Callable[[errors.PacelineError, Sequence[int]], None] = lambda _error, _seq_ids: None
+        """Called if records could not be written, with the reason and the seq_ids of the commands that were refused.
 
-        Commands whose future is not done then are executed once they are durable, in this process or the next.
+        All others are executed once they are durable, in this process or the next.
         """
 
     @staticmethod
@@ -311,7 +311,7 @@ class RunJournal:
         for entry in refused:
             if not entry.written.done():
                 entry.written.set_exception(reason)
-        self.on_refused(reason)
+        self.on_refused(reason, [entry.command for entry in refused])
         return sum(entry.can_be_refused for entry in batch)
 
     @staticmethod

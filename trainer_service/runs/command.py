@@ -17,7 +17,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.journal.format import AnswerRecord, CommandRecord, Facts, RecordedError
 
 _KEPT_BYTES = 64 << 20
-"""Bytes of answers kept per run; the newest is kept whatever its size."""
+"""Bytes of replies kept per run."""
 _KEPT_DIGESTS = 10_000
 """Digests kept per run, to tell a repeated command from a reused seq_id after its answer was dropped."""
 
@@ -112,7 +112,9 @@ class Command:
 class Answers:
     """The newest answers of a run, kept so that a repeated command gets its first answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
+        """Keep replies of `kept_bytes` in all; the newest is kept whatever its size."""
+        self._most = kept_bytes
         self._records: OrderedDict[int, AnswerRecord] = OrderedDict()
         self._reply_bytes: OrderedDict[int, int] = OrderedDict()
         """Sizes of the replies that are kept, by seq_id."""
@@ -128,7 +130,7 @@ class Answers:
         self._records[seq_id] = record
         self._reply_bytes[seq_id] = len(record.reply or b"")
         self._kept_bytes += self._reply_bytes[seq_id]
-        while self._kept_bytes > _KEPT_BYTES and len(self._reply_bytes) > 1:
+        while self._kept_bytes > self._most and len(self._reply_bytes) > 1:
             self._drop_reply(next(iter(self._reply_bytes)))
         while len(self._records) > _KEPT_DIGESTS:
             oldest = next(iter(self._records))

@@ -41,7 +41,7 @@ from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AttemptRecord, Facts
 from trainer_service.journal.journal import RunJournal
 from trainer_service.runs.command import Answers, Command, Outcome, answer_of, answer_to_record
-from trainer_service.runs.pending import READING, PendingCommand, PendingCommands
+from trainer_service.runs.pending import READING, PendingCommand, PendingCommands, PendingState
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.status import CommandStatus, StatusStream, status_of_answer, status_of_pending
 
@@ -49,6 +49,7 @@ _log = get_logger(__name__)
 
 REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
 """Commands that reply the same when executed again, so their replies need not be durable before they are sent."""
+_NOT_DURABLE = frozenset({PendingState.HELD, PendingState.WRITING})
 _MAX_EXECUTING = 8
 """Most commands of a run that may be executing, to bound what they hold."""
 
@@ -106,7 +107,7 @@ class Sequencer:
         """Whether the sequencer is closed for good and accepts no more commands."""
         self._max_attempts = max_attempts
         self._failpoints = failpoints
-        self._waiting = PendingCommands(journal, last_seq_id, gap_wait_seconds, tenant, waiting_bytes)
+        self._waiting = PendingCommands(journal, last_seq_id, gap_wait_seconds, tenant, waiting_bytes, self._advance)
         self._executor: Executor | None = None
         self._previous_executor: Executor | None = None
         self._change = asyncio.Event()
@@ -198,16 +199,16 @@ class Sequencer:
         if status.digest not in {command.digest, b""}:
             return StatusStream([status.of_another()])
         stream = StatusStream([status], [] if pending is None else [pending], self._describe)
-        if pending is not None and pending.durable is not None:
-            await self._until_durable(pending, stream)
+        if pending is not None:
+            await self._while_written(pending, stream)
         return stream
 
-    async def _until_durable(self, pending: PendingCommand, stream: StatusStream) -> None:
-        """Wait until a command is in the journal. Raises why it is not accepted, or why this process cannot say."""
+    async def _while_written(self, pending: PendingCommand, stream: StatusStream) -> None:
+        """Wait while a command is written to the journal. Raises why it is not accepted, or not ended here."""
         try:
-            while pending.state is CommandState.HELD and pending.left is None:
+            while pending.state is PendingState.WRITING:
                 await stream.change()
-            if (error := pending.left or pending.withdrawal) is not None:
+            if (error := pending.given_up) is not None:
                 raise error.with_traceback(None)
         except BaseException:
             await stream.aclose()
@@ -240,11 +241,7 @@ class Sequencer:
         """Return the statuses of commands that have arrived, in one pass over all that have not ended."""
         outstanding, missing = self.outstanding, self._waiting.missing
         return [
-            status_of_pending(
-                pending,
-                ahead=bisect_left(outstanding, pending.command.seq_id),
-                missing=missing if pending.durable is None else 0,
-            )
+            status_of_pending(pending, ahead=bisect_left(outstanding, pending.command.seq_id), missing=missing)
             for pending in commands
         ]
 
@@ -343,20 +340,15 @@ class Sequencer:
         self._change = asyncio.Event()
 
     def _advance(self) -> None:
-        """Execute the next command, if it has arrived and the one before it has executed far enough."""
+        """Execute the next command, if it is durable and the one before it has executed far enough."""
         pending = self._waiting.by_seq_id.get(self.executed + 1)
         is_idle = self._task is None or self._task.done()
-        if pending is None or pending.durable is None or self._executor is None or not is_idle:
+        if pending is None or pending.state in _NOT_DURABLE or self._executor is None or not is_idle:
             return
-        self._task = asyncio.create_task(self._run(pending, pending.durable, self._executor))
+        self._task = asyncio.create_task(self._run(pending, self._executor))
         self._task.add_done_callback(lambda _: self._advance())
 
-    async def _run(self, pending: PendingCommand, durable: asyncio.Future[None], executor: Executor) -> None:
-        try:
-            await durable
-        except errors.PacelineError:
-            return  # It was refused, and its waiters got the error.
-        self._waiting.settle(pending)
+    async def _run(self, pending: PendingCommand, executor: Executor) -> None:
         while self._executor is executor and self._must_wait(pending.command):
             await self._change.wait()
         is_refused = self._waiting.by_seq_id.get(pending.command.seq_id) is not pending  # by `drain`, meanwhile
@@ -377,9 +369,9 @@ class Sequencer:
         earlier = [progress for other, progress in self._waiting.executing() if other.method == command.method]
         progress = pending.progress = CommandProgress(earlier, may_overlap=command.method in READING)
         pending.place, pending.may_have_begun = None, True
-        if pending.state is CommandState.ACCEPTED:  # a refused one has ended already, and only takes its place
+        if pending.state is PendingState.ACCEPTED:  # a refused one has ended already, and only takes its place
             pending.begun_at = asyncio.get_running_loop().time()
-            pending.move(CommandState.EXECUTING)
+            pending.move(PendingState.EXECUTING)
         self._finishing.spawn(self._finish(pending, progress, executor))
         await progress.captured.wait()
         if progress.ended.is_set():
@@ -413,13 +405,13 @@ class Sequencer:
             self.executed = max(self.executed, command.seq_id)
             progress.is_answered = True
             self._failpoints.hit("before_ack")
-            if pending.state is CommandState.EXECUTING:
+            if pending.state is PendingState.EXECUTING:
                 is_refused = isinstance(answer, errors.PacelineError)
-                pending.move(CommandState.REFUSED if is_refused else CommandState.SUCCEEDED, answer)
+                pending.move(PendingState.REFUSED if is_refused else PendingState.SUCCEEDED, answer)
         finally:
             pending.progress = None
-            if pending.state is CommandState.EXECUTING:
-                pending.move(CommandState.ACCEPTED)  # the engine died: it executes again
+            if pending.state is PendingState.EXECUTING:
+                pending.move(PendingState.ACCEPTED)  # the engine died: it executes again
             progress.end()
             self._notify()
 

@@ -11,7 +11,7 @@ from paceline import errors
 from paceline.types import CommandState
 from trainer_service.journal.format import AnswerRecord
 from trainer_service.runs.command import Answer, answer_from_record
-from trainer_service.runs.pending import PendingCommand
+from trainer_service.runs.pending import PendingCommand, PendingState
 
 _REPEAT_SECONDS = 10.0
 """Longest silence of a stream: a reader that hears nothing for longer knows that the connection is dead."""
@@ -44,15 +44,16 @@ class CommandStatus:
 
 def status_of_pending(pending: PendingCommand, ahead: int, missing: int) -> CommandStatus:
     """Return the status of a command that `ahead` others precede and before which `missing` has not arrived."""
-    is_executing = pending.state is CommandState.EXECUTING
+    state = pending.state
+    is_executing = state is PendingState.EXECUTING
     return CommandStatus(
         pending.command.seq_id,
-        pending.state,
+        state.public,
         pending.command.digest,
         pending.command.attachment,
-        commands_ahead=0 if pending.state.has_ended else ahead,
+        commands_ahead=0 if state.has_ended else ahead,
         executing_seconds=asyncio.get_running_loop().time() - pending.begun_at if is_executing else 0.0,
-        missing_seq_id=missing if pending.state is CommandState.HELD else 0,
+        missing_seq_id=missing if state is PendingState.HELD else 0,
         answer=pending.answer,
     )
 
@@ -127,8 +128,8 @@ class StatusStream:
         """Return the statuses of the commands that have changed."""
         changed, self._changed = list(self._changed), {}
         for pending in changed:
-            if pending.left is not None:
-                raise pending.left.with_traceback(None)
+            if pending.state is PendingState.LEFT and pending.given_up is not None:
+                raise pending.given_up.with_traceback(None)
             if pending.state.has_ended:
                 self._stop(pending)
         return self._describe(changed)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest_asyncio
 
+from paceline import errors
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.failpoints import Failpoints
@@ -25,12 +26,21 @@ class Executor:
     """Records commands. By seq_id, `act` holds what a command does first, and `rest` what it does after capturing."""
 
     def __init__(self):
+        self.died = asyncio.Event()
+        """Set when a command has raised that the engine is not there."""
         self.ran = []
         self.act = {}
         self.rest = {}
         self.ended = []
 
     async def execute(self, command, progress):
+        try:
+            return await self._execute(command, progress)
+        except errors.EngineUnavailable:
+            self.died.set()
+            raise
+
+    async def _execute(self, command, progress):
         await asyncio.sleep(0)
         if command.refusal is not None:
             raise command.refusal
@@ -62,14 +72,24 @@ class Executor:
 class JournaledRun:
     """A run's sequencer and executor on a directory."""
 
-    def __init__(self, directory, gap_wait=10.0, max_attempts=2, *, started=True, guard=NO_GUARD, waiting_bytes=None):
+    def __init__(
+        self,
+        directory,
+        gap_wait=10.0,
+        max_attempts=2,
+        *,
+        started=True,
+        guard=NO_GUARD,
+        waiting_bytes=None,
+        kept_bytes=64 << 20,
+    ):
         self.directory = directory
         if not directory.exists():
             RunJournal.create(directory, 1)
         self.executor = Executor()
         history = read_history(directory)
         self.journal = RunJournal(directory, history, ThreadPoolExecutor(2), NO_FAILPOINTS, guard)
-        answers = Answers()
+        answers = Answers(kept_bytes)
         for record in history.answers.values():
             answers.keep(record)
         executed = max(history.answers, default=history.base - 1)
@@ -123,11 +143,10 @@ class JournaledRun:
         self.start()
 
     async def held(self):
-        """Wait until the engine's death has stopped the run, and what was executing there has ended."""
-        sequencer = self.sequencer
-        while sequencer._executor is not None:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0)
-        await sequencer._engine_unused()
+        """Wait until the engine has died, and what was executing there has ended; stop the run as the service does."""
+        await self.executor.died.wait()
+        self.sequencer.hold()
+        await self.sequencer.recover()
 
     def history(self):
         return read_history(self.directory)
@@ -152,5 +171,5 @@ async def leave_runs():
     """Start no more commands of the runs that a test leaves: closing its event loop ends the commands before them."""
     yield
     for run in _OPEN:
-        run.sequencer._executor = None
+        run.sequencer.hold()
     _OPEN.clear()

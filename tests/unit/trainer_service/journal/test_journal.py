@@ -232,8 +232,8 @@ async def test_commands_behind_one_that_a_restart_may_find_are_refused_as_ever(d
     def fail(_file):
         raise OSError(5, "Input/output error")
 
-    def on_refused(error):
-        withdraw(error)
+    def on_refused(error, seq_ids):
+        withdraw(error, seq_ids)
         refused.set()
 
     run.journal.on_refused = on_refused

@@ -11,6 +11,7 @@ from paceline import errors
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CommandState
 from trainer_service.engine_link.protocol import EngineDiedError
+from trainer_service.journal.format import CancelRecord
 from trainer_service.runs.command import Command
 from trainer_service.runs.pending import MAX_OUTSTANDING
 
@@ -168,6 +169,7 @@ async def test_what_has_not_started_is_cancelled_for_good_and_the_rest_goes_on(d
     release = asyncio.Event()
     run.executor.act[1] = blocked(release)
     first, second, third = run.send(1), run.send(2), run.send(4)
+    await reaches(run, 1, EXECUTING)
     await reaches(run, 2, ACCEPTED)
     await run.sequencer.cancel_waiting()
     with pytest.raises(errors.CommandCancelled):
@@ -182,6 +184,29 @@ async def test_what_has_not_started_is_cancelled_for_good_and_the_rest_goes_on(d
     await run.send(3)
     assert run.executor.ran == [1, 3]
     assert isinstance((await state_of(run, 2)).answer, errors.CommandCancelled)
+
+
+async def test_a_command_that_is_cancelled_while_it_is_written_is_refused_when_that_is_durable(directory, monkeypatch):
+    run, may_be_written = JournaledRun(directory, started=False), asyncio.Event()
+    append = run.journal.append
+
+    async def append_later(record):
+        await may_be_written.wait()
+        await append(record, sync=True)
+
+    def append_cancels_later(record, *, sync):
+        is_cancel = isinstance(record, CancelRecord)
+        return asyncio.ensure_future(append_later(record)) if is_cancel else append(record, sync=sync)
+
+    monkeypatch.setattr(run.journal, "append", append_cancels_later)
+    sent = run.send(1)
+    await asyncio.sleep(0)  # from now on it is being written
+    cancelling = asyncio.ensure_future(run.sequencer.cancel_waiting())
+    await reaches(run, 1, ACCEPTED)
+    may_be_written.set()
+    await cancelling
+    with pytest.raises(errors.CommandCancelled):
+        await sent
 
 
 async def test_a_run_takes_no_more_commands_than_it_may_hold_and_the_missing_one_always(directory):
@@ -212,12 +237,13 @@ async def test_a_closed_run_ends_the_streams_of_what_it_has_not_ended(directory)
     assert (await reaches(again, 1, SUCCEEDED)).answer.step == 1
 
 
-async def test_an_answer_that_is_no_longer_kept_is_told_as_such(run):
+async def test_an_answer_that_is_no_longer_kept_is_told_as_such(directory):
+    run = JournaledRun(directory, kept_bytes=0)
     run.executor.act[1] = refusal(errors.NoGradient("none"))
     with pytest.raises(errors.NoGradient):
         await run.send(1)
     await run.send(2)
-    run.sequencer.answers._drop_reply(2)
+    await run.send(3)  # the newest is kept whatever its size
     refused, expired = await state_of(run, 1), await state_of(run, 2)
     assert (refused.state, refused.answer_expired) == (REFUSED, False)
     assert (expired.state, expired.answer, expired.answer_expired) == (SUCCEEDED, None, True)

@@ -202,7 +202,7 @@ async def test_a_full_disk_takes_back_no_command_that_others_overtook(run):
     rest = run.executor.rest[1] = Background()
     saving = run.save(1)
     await run.send(2)
-    run.journal.on_refused(errors.DiskFull("full"))
+    run.journal.on_refused(errors.DiskFull("full"), [])
     assert run.sequencer.last_seq_id == 2
     rest.may_end.set()
     await saving
