@@ -20,7 +20,7 @@ Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explain
 from __future__ import annotations
 
 from collections.abc import Sized
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import ClassVar, Self
 from uuid import uuid4
 
@@ -45,6 +45,17 @@ class Code(IntEnum):
     UNAUTHENTICATED = 16
 
 
+class Fate(Enum):
+    """What an error says of the command of a run that ended in it."""
+
+    ANSWERED = "answered"
+    """The error is the trainer's answer to the command."""
+    TURNED_AWAY = "turned away"
+    """The trainer does not have the command: it has not executed, and will not."""
+    UNKNOWN = "unknown"
+    """It may have executed, or may yet."""
+
+
 CATALOG: dict[str, type[PacelineError]] = {}
 """The class of every reason that can be sent."""
 
@@ -58,8 +69,8 @@ class PacelineError(Exception):
     code: ClassVar[Code] = Code.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     default_retry_after: ClassVar[float | None] = None
-    was_sent: bool = True
-    """False if the client did not send the command that ended in this error, because of an error before it."""
+    fate: Fate = Fate.ANSWERED
+    """Of the run's command that ended in this error. Set by the client."""
 
     def __init_subclass__(cls, *, reason: str = "") -> None:
         """Enter a class with a `reason` into the catalog; one without is a group, or known only in its own service."""
@@ -467,20 +478,16 @@ class Unsupported(PacelineError, reason="UNIMPLEMENTED"):
     code = Code.UNIMPLEMENTED
 
 
-# What an error tells of a run's command. It is an answer to the command if neither function returns True.
+# What an error of a command's own call tells of it. It is an answer to the command if neither function returns True.
 
 
 def is_not_accepted(error: BaseException) -> bool:
     """Return whether a command that ended in `error` was turned away: it has not executed, and its seq_id is free."""
-    if isinstance(error, PacelineError) and not error.was_sent:
-        return True
     return isinstance(error, Denied) or (isinstance(error, Exhausted) and error.retry_after is not None)
 
 
 def is_outcome_unknown(error: BaseException) -> bool:
     """Return whether a command that ended in `error` may have executed, or may still."""
-    if isinstance(error, PacelineError) and not error.was_sent:
-        return False
     if isinstance(error, Internal):
         return not error.error_id  # otherwise it is the service's own answer, which it keeps
     return isinstance(error, (Unavailable, TimedOut, Cancelled)) and not isinstance(error, AckTimeout)

@@ -7,8 +7,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ _SERVER_SECONDS = 60.0
 _ADAMW = {"beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 """torch's defaults, which the example trainer uses."""
 _MAX_NORM = 1.0
-_STEP = -1
-"""An optim_step, among the indices of forward_backwards."""
 _MOST_PROBLEMS = 5
 """Reasons that are said for each batch."""
 
@@ -43,25 +41,21 @@ class PulledBatch:
 
     step: int
     """The step that trains on it, from 1."""
-    after_seq_id: int
-    """seq_id of the run's last command before the step."""
     batch_size: int
     seq_len: int
     clip_eps: float
-    """The options that decide what the step's forward_backwards are. A restart with others finishes the step as it
-    began."""
+    """The options with which it is trained; a restart with others keeps them."""
     groups: list[Any]
-    refused: list[int] = field(default_factory=list)
-    """Places, among the step's commands, of those that were not executed. A restart sends them once more, after the
-    others, if their seq_ids have been used up; otherwise it sends them in their places."""
+    was_refused: bool = False
+    """Whether the trainer has refused a part of it. What is refused again is left out."""
 
 
 class Progress:
     """The files from which a restart resumes: the run, and a pulled batch that may not be trained yet.
 
-    A batch is written to disk before it is trained, because the Atropos API server no longer has it, together with the
-    seq_id of the run's last command before it. A restart can thus tell which of the step's commands were accepted, and
-    sends the rest.
+    A batch is written to disk before it is trained, because the Atropos API server no longer has it. Attaching to the
+    run waits for what an earlier process sent, so that its step tells whether the batch was trained. If it was not, the
+    gradient of an earlier process is discarded, and the whole batch is trained.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -140,8 +134,7 @@ class AtroposTrainer:
     def _step(self, training: TrainingClient, step: int) -> int:
         """Train on the stored batch, or pull the next one; return the run's step afterwards."""
         start = time.perf_counter()
-        run = self._service.get_run(training.run_id)
-        pulled = self._progress.pulled() or self._pull(step, run.last_seq_id)
+        pulled = self._progress.pulled() or self._pull(step)
         fetched = time.perf_counter()
         batch = make_batch(pulled.groups, pulled.seq_len, self._bounds)
         self._report(batch)
@@ -149,7 +142,8 @@ class AtroposTrainer:
             self._say(f"step {pulled.step}: nothing of the stored batch can be trained on, it is dropped")
             self._progress.done()
             return step
-        metrics = self._train(training, pulled, batch, run.last_seq_id - pulled.after_seq_id)
+        metrics = self._train(training, pulled, batch) if step < pulled.step else {}
+        metrics |= self._publish(training, pulled.step)
         self._progress.done()
         for name, count in self._skipped.items():
             metrics[name] = metrics.get(name, 0.0) + count
@@ -162,7 +156,7 @@ class AtroposTrainer:
         )
         return self._service.get_run(training.run_id).step
 
-    def _pull(self, step: int, last_seq_id: int) -> PulledBatch:
+    def _pull(self, step: int) -> PulledBatch:
         """Wait for a batch of which something can be trained on, and store it."""
         options = self._options
         while True:
@@ -174,7 +168,7 @@ class AtroposTrainer:
             self._report(batch)
             self._say(f"step {step + 1}: nothing of the batch can be trained on, it is dropped; waiting for the next")
         split = (options.batch_size, options.seq_len, options.clip_eps)
-        pulled = PulledBatch(step + 1, last_seq_id, *split, groups)
+        pulled = PulledBatch(step + 1, *split, groups)
         self._progress.pull(pulled)
         return pulled
 
@@ -197,72 +191,49 @@ class AtroposTrainer:
                 return Bounds(model.vocab_size, model.max_context_length)
         return None
 
-    def _train(
-        self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch, taken: int
-    ) -> dict[str, float]:
-        """Send a step's commands except the first `taken`, which the run accepted from an earlier process."""
-        known = [place for place in pulled.refused if place < taken]
-        if known != pulled.refused:
-            # Stored before anything is sent: the next restart would take the places that are sent now for refused.
-            pulled = replace(pulled, refused=known)
-            self._progress.pull(pulled)
+    def _train(self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch) -> dict[str, float]:
+        """Train on a whole batch and take the step. Raises the error of a part that is refused for the first time."""
         calls = micro_batches(batch.sequences, pulled.batch_size)
-        order = _order(len(calls), known)
-        low, high = 1.0 - pulled.clip_eps, 1.0 + pulled.clip_eps
-        config = {"clip_low_threshold": low, "clip_high_threshold": high}
-        passes = [
-            (place, index, training.forward_backward([each.datum for each in calls[index]], "grpo", config))
-            for place, index in enumerate(order)
-            if place >= taken and index != _STEP
-        ]
+        config = {"clip_low_threshold": 1.0 - pulled.clip_eps, "clip_high_threshold": 1.0 + pulled.clip_eps}
+        discarded = training.discard_gradient()
+        futures = [training.forward_backward([one.datum for one in call], "grpo", config) for call in calls]
+        discarded.result()
         # The step waits for all answers, since a refused forward_backward adds nothing to the gradient.
         outputs: list[ForwardBackwardOutput] = []
         sequences: list[ScoredSequence] = []
         failures: list[errors.PacelineError] = []
         metrics: dict[str, float] = {"skipped_sequences": 0.0, "skipped_groups": 0.0}
-        for place, index, future in passes:
+        for call, future in zip(calls, futures, strict=True):
             try:
                 outputs.append(future.result())
-                sequences += calls[index]
+                sequences += call
             except errors.PacelineError as error:
-                if _is_refusal(error) and place >= len(calls):
-                    metrics["skipped_sequences"] += len(calls[index])
-                    message = f"step {pulled.step}: {len(calls[index])} sequence(s) were refused again and are left out"
+                if _is_refusal(error) and pulled.was_refused:
+                    metrics["skipped_sequences"] += len(call)
+                    message = f"step {pulled.step}: {len(call)} sequence(s) were refused again and are left out"
                     self._say(f"{message}: {error}")
                     continue
                 failures.append(error)
-                pulled = self._not_executed(pulled, place, error)
-        if refused := pulled.refused[len(known) :]:
-            self._say(
-                f"step {pulled.step}: {len(refused)} of {len(calls)} forward_backwards were refused, and no step was "
-                "taken. Mend the cause and start this command again: it sends them once more, and takes the step "
-                "without those that are refused again"
-            )
+                if _is_refusal(error) and len(failures) == 1:
+                    self._progress.pull(replace(pulled, was_refused=True))
         if failures:
+            self._say(
+                f"step {pulled.step}: {len(failures)} of {len(calls)} forward_backwards failed, and no step was taken. "
+                "Mend the cause and start this command again: it trains on the batch, without what is refused again"
+            )
             raise failures[0]
-        if outputs:
-            logprobs = [tensors["logprobs"] for output in outputs for tensors in output.loss_fn_outputs]
-            metrics["loss"] = sum(output.metrics["loss:sum"] for output in outputs)
-            metrics |= logprob_metrics(sequences, logprobs)
-        if taken <= len(order):
-            try:
-                done = training.optim_step(self._optimizer(pulled.step)).result()
-            except errors.PacelineError as error:
-                self._not_executed(pulled, len(order), error)
-                raise
-            metrics |= {"grad_norm": done.grad_norm, "lr": done.learning_rate, "tokens": float(done.tokens)}
-        metrics |= self._publish(training, pulled.step)
-        return metrics
-
-    def _not_executed(self, pulled: PulledBatch, place: int, error: errors.PacelineError) -> PulledBatch:
-        """Store the place of a command with this error, unless it may have been executed; return what is stored.
-
-        It is stored at once, because a restart counts every other command that the run accepted as executed.
-        """
-        if _is_refusal(error) or _was_turned_away(error):
-            pulled = replace(pulled, refused=[*pulled.refused, place])
-            self._progress.pull(pulled)
-        return pulled
+        if not outputs:
+            self._say(f"step {pulled.step}: nothing of the batch was accepted, it is dropped")
+            return metrics
+        logprobs = [tensors["logprobs"] for output in outputs for tensors in output.loss_fn_outputs]
+        metrics["loss"] = sum(output.metrics["loss:sum"] for output in outputs)
+        metrics |= logprob_metrics(sequences, logprobs)
+        try:
+            done = training.optim_step(self._optimizer(pulled.step)).result()
+        except (errors.NoGradient, errors.NonFiniteGradient) as error:  # as it would be again
+            self._say(f"step {pulled.step}: the batch is dropped, {error}")
+            return metrics
+        return metrics | {"grad_norm": done.grad_norm, "lr": done.learning_rate, "tokens": float(done.tokens)}
 
     def _publish(self, training: TrainingClient, step: int) -> dict[str, float]:
         """Publish a version and save a checkpoint, if due at this step."""
@@ -341,30 +312,10 @@ class AtroposTrainer:
             raise errors.Unsupported(message + f"`paceline up --bridge {wanted}`", field="--weight-bridge-mode")
 
 
-def _order(count: int, refused: Sequence[int]) -> list[int]:
-    """Return the indices of a step's forward_backwards, and _STEP, by place; its last optim_step comes after them.
-
-    What was refused at a place follows once more.
-    """
-    order = list(range(count))
-    for place in refused:
-        order.append(order[place] if place < len(order) else _STEP)
-    return order
-
-
 def _is_refusal(error: errors.PacelineError) -> bool:
-    """Return whether the trainer refused a command and kept the gradient as it was."""
-    if not error.was_sent:
-        return False
-    if isinstance(error, errors.Internal):
-        return not errors.is_outcome_unknown(error)
-    is_limit = isinstance(error, errors.Exhausted) and error.retry_after is None
-    return is_limit or isinstance(error, errors.InvalidArgument | errors.PoisonedCommand | errors.OptimizerChanged)
-
-
-def _was_turned_away(error: errors.PacelineError) -> bool:
-    """Return whether a command was not accepted. The client uses up its seq_id, at once or later."""
-    return errors.is_not_accepted(error) or isinstance(error, errors.SeqIdGap)
+    """Return whether the trainer refused a part of a batch for what is in it."""
+    kinds = (errors.InvalidArgument, errors.Exhausted, errors.Internal, errors.PoisonedCommand)
+    return error.fate is errors.Fate.ANSWERED and isinstance(error, kinds)
 
 
 class Log:

@@ -36,6 +36,8 @@ class Batch:
     """The requests of one forward (and backward) call, in the order of its datums."""
 
     requests: list[pb.ForwardBackwardRequest]
+    sizes: list[int]
+    """How many datums each has."""
 
     def merge(self, outcomes: Sequence[Outcome[pb.ForwardBackwardResponse]]) -> ForwardBackwardOutput:
         """Merge the replies; if any part failed, raise the first error, located within the whole batch.
@@ -44,7 +46,7 @@ class Batch:
         """
         failed = {part: outcome for part, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
         if failed:
-            told = next((part for part, error in failed.items() if errors.is_outcome_unknown(error)), min(failed))
+            told = next((part for part, error in failed.items() if _may_have_executed(error)), min(failed))
             raise self._located(failed[told], told)
         replies = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
         parts, start = [], 0
@@ -59,22 +61,22 @@ class Batch:
         return ForwardBackwardOutput(outputs, merge_metrics([part_.metrics for part_ in parts]))
 
     def _located(self, error: BaseException, part: int) -> BaseException:
-        if len(self.requests) > 1 and isinstance(error, errors.PacelineError):
-            start = sum(len(request.data) for request in self.requests[:part])
+        if len(self.sizes) > 1 and isinstance(error, errors.PacelineError):
+            start = sum(self.sizes[:part])
             error.field = _DATUM_FIELD.sub(lambda place: f"data[{int(place[1]) + start}]", error.field)
-            last = start + len(self.requests[part].data) - 1
+            last = start + self.sizes[part] - 1
             error.add_note(
-                f"Part {part + 1} of {len(self.requests)} failed: datums {start} to {last}. "
+                f"Part {part + 1} of {len(self.sizes)} failed: datums {start} to {last}. "
                 "The gradient of the parts that succeeded stays in the run until the next optim_step."
             )
         return error
 
 
-def make_batch(
-    run_id: str,
-    data: Sequence[Datum],
-    spec: ForwardBackwardSpec,
-) -> Batch:
+def _may_have_executed(error: BaseException) -> bool:
+    return isinstance(error, errors.PacelineError) and error.fate is errors.Fate.UNKNOWN
+
+
+def make_batch(data: Sequence[Datum], spec: ForwardBackwardSpec) -> Batch:
     """Encode and split a batch. Raises EmptyBatch, InvalidDtype, InvalidArgument, before anything is sent.
 
     Every part carries the divisor of the mean over the whole batch, so that losses and gradients of the parts add up
@@ -82,14 +84,15 @@ def make_batch(
     """
     data = as_datums(data)
     count = None if spec.reduction is Reduction.SUM else spec.reduction.count(data)
-    template = codec.spec_to_proto(run_id, replace(spec, reduction_count=count))
-    requests = []
+    template = codec.spec_to_proto(replace(spec, reduction_count=count))
+    batch = Batch([], [])
     for part in split([_size(datum) for datum in data]):
         request = pb.ForwardBackwardRequest()
         request.CopyFrom(template)
         request.data.extend(codec.datum_to_proto(data[index], f"data[{index}]") for index in part)
-        requests.append(request)
-    return Batch(requests)
+        batch.requests.append(request)
+        batch.sizes.append(len(part))
+    return batch
 
 
 def as_datums(data: Iterable[Datum]) -> list[Datum]:

@@ -1,279 +1,334 @@
-"""A run's commands: numbered when they are issued and sent in that order."""
+"""A run's commands: sent in the order in which they are issued, and followed until they have ended."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
-from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
 from paceline import errors
 from paceline.client.futures import PacelineFuture, Place
-from paceline.client.retry import call_name, is_unread
-from paceline.client.transport import Metadata, Transport
-from paceline.rpc.status import error_from_rpc
+from paceline.client.retry import call_name, is_retryable
+from paceline.client.transport import Metadata, Transport, read
+from paceline.codec.errors import error_from_proto
+from paceline.errors import Code, Fate
 from paceline.trainer.v1 import trainer_service_pb2 as pb
+from paceline.types import CommandState
 
 MAX_COMMANDS_UNANSWERED = 32
 """Maximum number of commands of one run in flight. More would only wait at the server."""
 
+_FIELDS = {
+    pb.ForwardBackwardRequest: "forward_backward",
+    pb.OptimStepRequest: "optim_step",
+    pb.SaveCheckpointRequest: "save_checkpoint",
+    pb.LoadCheckpointRequest: "load_checkpoint",
+    pb.PublishWeightsRequest: "publish_weights",
+}
+"""The field of an ExecuteRequest for each command."""
+_MAY_HAVE_ARRIVED = {Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.INTERNAL}
+"""After any other error of Execute, the trainer does not have the command, and its seq_id is free."""
 
-class Command(Protocol):
-    """A request with a place in a run's order."""
-
-    seq_id: int
-    attachment: int
-
-
-Request = TypeVar("Request", bound=Command)
+Command: TypeAlias = (
+    pb.ForwardBackwardRequest
+    | pb.OptimStepRequest
+    | pb.SaveCheckpointRequest
+    | pb.LoadCheckpointRequest
+    | pb.PublishWeightsRequest
+)
+"""A request without run_id, seq_id and attachment, which the ExecuteRequest around it has."""
 Reply = TypeVar("Reply")
 T = TypeVar("T")
 Outcome: TypeAlias = Reply | BaseException
 
 
-class CommandQueue:
-    """Numbers the commands of one run without gaps and sends them in that order without waiting for their answers.
+class CommandSender:
+    """Sends the commands of one run, in the order in which they are issued, and follows each until it has ended.
 
-    A command is numbered under a lock when it is issued, and its task starts in the same order. `turn`, a fair lock,
-    preserves that order while commands wait for the limit on commands in flight. The holder of `turn` blocks all later
-    commands: loading a checkpoint holds it until it is answered, a custom loss until its second half is sent.
+    A command gets its seq_id when it is sent, and the next one is sent once the trainer has it. So one that is turned
+    away leaves its seq_id to the next, and there are no gaps. `turn`, a fair lock, keeps the order; its holder blocks
+    all later commands: loading a checkpoint holds it until it is answered, a custom loss until its second half is sent.
 
-    A command that was certainly not accepted, because the service did not read it or turned it away, leaves its seq_id
-    free, and later commands would wait for it. It is used up by an empty command, which is refused and changes nothing:
-    at once or, if that is turned away too, before the next command is sent. A command that may have arrived leaves a
-    gap if it did not: what follows it must not execute without its caller's decision.
+    If the connection is lost while a command is sent, and stays lost, the command is in doubt: it may have arrived.
+    Those that were issued until then are not sent. Before a later one is, the trainer is asked; if the command in doubt
+    has not arrived, the later one is not sent either, since it must not execute without its caller's decision.
     """
 
     def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
-        """Create the queue for the commands after `last_seq_id`; `attachment` is the client's number from AttachRun."""
-        self._run_id = run_id
-        self._order = object()
+        """Send commands after `last_seq_id`; `attachment` is the client's number from AttachRun."""
         self.turn = asyncio.Lock()
-        self._attachment = attachment
         self._transport = transport
-        self._numbering = threading.Lock()
+        self._run_id = run_id
+        self._attachment = attachment
         self._next = last_seq_id + 1
-        self._in_flight = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
-        self._deadlines: dict[asyncio.Timeout, int] = {}
-        """Those of the commands in flight, with their seq_ids."""
-        self._doubts: dict[int, errors.PacelineError] = {}
-        """The last error after which a command in flight may have arrived, by seq_id."""
-        self._free: set[int] = set()
-        """Seq_ids to use up."""
-        self._gaps: dict[int, int] = {}
-        """Commands refused because an earlier one had not arrived, and its seq_id. Once it is free, or answered, they
-        are free."""
-        self._filling: asyncio.Task[errors.PacelineError | None] | None = None
+        """Seq_id of the next command, or of the one in doubt."""
+        self._is_in_doubt = False
         self._failure: errors.PacelineError | None = None
-        """Why free seq_ids could not be used up when that was last tried for a command."""
+        """Why the trainer could last not be reached, or was full, for as long as calls are repeated."""
         self._failed_before = 0
-        """Commands before this one had been issued by then, and end with the same error."""
+        """Commands with lower numbers had been issued by then, and end so too."""
+        self._order = object()
+        self._issuing = threading.Lock()
+        self._issued = self._next
+        """Number of the next command that is issued: its seq_id, unless one before it is turned away."""
+        self._in_flight = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
+        self._deadlines: set[asyncio.Timeout] = set()
+        """Those of the commands in flight."""
 
-    def issue(self, name: str, count: int, work: Callable[[range], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
-        """Reserve the next `count` seq_ids for `work`, which must use all of them, and start it.
-
-        `name` identifies it in the log.
-        """
-        with self._numbering:
-            seq_ids = range(self._next, self._next + count)
-            numbers = f"{seq_ids[0]}" if count == 1 else f"{seq_ids[0]} to {seq_ids[-1]}"
-            named = f"{name} {numbers} of {self._run_id}"
-            future = self._transport.submit_command(named, self.place(seq_ids), work(seq_ids))
-            self._next += count
+    def issue(self, name: str, count: int, work: Callable[[Place], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
+        """Start `work`, which sends `count` commands at its place in the order. `name` identifies it in the log."""
+        with self._issuing:
+            place, last = Place(self._order, self._issued), self._issued + count - 1
+            numbers = f"{last}" if count == 1 else f"{place.number} to {last}"
+            future = self._transport.submit_command(f"{name} {numbers} of {self._run_id}", place, work(place))
+            self._issued += count
         return future
 
-    def place(self, seq_ids: range) -> Place:
-        """Return the place of the commands with these seq_ids, which belong together."""
-        return Place(self._order, seq_ids[0])
-
     def put(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
-        requests: Sequence[Request],
-        decode: Callable[[Sequence[Outcome[Reply]]], T],
-        *,
-        barrier: bool = False,
+        self, requests: list[Any], decode: Callable[[Sequence[Outcome[Any]]], T], *, barrier: bool = False
     ) -> PacelineFuture[T]:
         """Issue commands that belong together. `decode` gets the reply or error of each, in order.
 
         With `barrier`, later commands are not sent until these are answered.
         """
 
-        async def work(seq_ids: range) -> T:
+        async def work(place: Place) -> T:
             async with self.turn:
-                calls = await self.send(method, requests, seq_ids)
+                answers = await self.send(place, requests)
                 if barrier:
-                    await asyncio.wait(calls)
-            return decode(await outcomes(calls))
+                    await asyncio.wait(answers)
+            return decode(await outcomes(answers))
 
         return self.issue(call_name(requests[0]), len(requests), work)
 
-    def put_one(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
-        request: Request,
-        decode: Callable[[Reply], T],
-        *,
-        barrier: bool = False,
-    ) -> PacelineFuture[T]:
+    def put_one(self, request: Command, decode: Callable[[Any], T], *, barrier: bool = False) -> PacelineFuture[T]:
         """Issue a single command, like `put`. `decode` gets its reply; its error is raised."""
 
-        def decode_one(replies: Sequence[Outcome[Reply]]) -> T:
+        def decode_one(replies: Sequence[Outcome[Any]]) -> T:
             (reply,) = replies
             if isinstance(reply, BaseException):
                 raise reply
             return decode(reply)
 
-        return self.put(method, [request], decode_one, barrier=barrier)
+        return self.put([request], decode_one, barrier=barrier)
 
-    async def send(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], requests: Sequence[Request], seq_ids: range
-    ) -> list[asyncio.Task[Reply]]:
-        """Start the calls of requests with these seq_ids. Only for the holder of `turn`.
+    async def send(self, place: Place, requests: list[Any]) -> list[asyncio.Task[Any]]:
+        """Send commands that belong together; return the tasks of their answers. Only for the holder of `turn`.
 
-        Raises the error because of which the seq_id of an earlier command could not be used up; nothing is sent then.
+        Takes them out of the list, since they may be large. Once one is turned away, those after it are not sent.
         """
-        if self._failure is None or seq_ids[0] >= self._failed_before:
-            self._failure, self._failed_before = await self._use_up(), self._next
-        if self._failure is not None:
-            self._set_free(seq_ids)
-            # One error for each: the traceback of a shared one would keep the requests of all these commands.
-            error = copy(self._failure)
-            error.__notes__ = list(self._failure.__notes__)
-            raise error
-        calls = []
-        for request, seq_id in zip(requests, seq_ids, strict=True):
-            request.seq_id, request.attachment = seq_id, self._attachment
+        answers: list[asyncio.Task[Any]] = []
+        refusal: errors.PacelineError | None = None
+        while requests:
+            request = requests.pop(0)
+            if refusal is not None:
+                refusal = _unsent(refusal)
+                answers.append(self._transport.start_task(_raise(refusal)))
+                continue
             await self._in_flight.acquire()
-            answer = await self._transport.start(partial(self._attempt, method), request, "training")
-            call = self._transport.start_task(self._counted(answer, seq_id))
-            call.add_done_callback(lambda _: self._in_flight.release())
-            calls.append(call)
-        return calls
+            try:
+                await self._settle(place)
+                answer = self._answer(await self._deliver(request))
+            except errors.PacelineError as error:
+                self._in_flight.release()
+                refusal = error
+                answer = _raise(error)
+            answers.append(self._transport.start_task(answer))
+        return answers
 
-    def give_back(self, seq_ids: Iterable[int]) -> None:
-        """Have seq_ids used up with which nothing was executed. Commands that were sent may be waiting for them."""
-        self._set_free(seq_ids)
-        self._start_filling()
+    async def _settle(self, place: Place) -> None:
+        """Make sure that a command may be sent. Otherwise raises why not."""
+        if self._failure is None:
+            return
+        if place.number < self._failed_before:
+            raise _unsent(self._failure)
+        if self._is_in_doubt:
+            try:
+                has_arrived = await self._has_arrived()
+            except errors.PacelineError as error:
+                self._fail(error)
+                error.fate = Fate.TURNED_AWAY
+                raise
+            if not has_arrived:
+                raise self._passed_over()
+            self._is_in_doubt = False
+            self._next += 1
+        self._failure = None
 
-    async def _use_up(self) -> errors.PacelineError | None:
-        """Use up free seq_ids, in order; return the error of the first that cannot be. It and those after it stay."""
-        return await asyncio.shield(self._start_filling()) if self._free else None
+    async def _has_arrived(self) -> bool:
+        """Return whether the command in doubt has arrived."""
+        request = pb.FollowRequest(run_id=self._run_id, seq_ids=[self._next], max_seconds=0)
+        reply = await self._transport.call(_first_of(self._transport.trainer.Follow), request, "training")
+        return CommandState(reply.status.state) is not CommandState.NOT_ARRIVED
 
-    def _start_filling(self) -> asyncio.Task[errors.PacelineError | None]:
-        if self._filling is None or self._filling.done():
-            self._filling = self._transport.start_task(self._fill_all())
-        return self._filling
+    def _passed_over(self) -> errors.SeqIdGap:
+        error = errors.SeqIdGap(
+            f"command {self._next} before it has not arrived", field="seq_id", metadata={"missing": str(self._next)}
+        )
+        error.fate = Fate.TURNED_AWAY
+        error.add_note("Attach to the run again with ServiceClient.get_training_client.")
+        return error
 
-    async def _fill_all(self) -> errors.PacelineError | None:
-        while self._free:
-            seq_id = min(self._free)
-            if (error := await self._fill(seq_id)) is not None:
-                error.was_sent = False  # a copy of it is raised for each command behind this one
-                error.add_note(f"The command was not sent, because seq_id {seq_id} before it could not be used up.")
-                return error
-        return None
+    def _fail(self, error: errors.PacelineError) -> None:
+        # Without its traceback, which would keep the command's request.
+        self._failure, self._failed_before = copy(error), self._issued
 
-    def _set_free(self, seq_ids: Iterable[int]) -> None:
-        for seq_id in seq_ids:
-            self._free.add(seq_id)
-            self._free_those_behind(seq_id)
+    async def _deliver(self, request: Command) -> pb.CommandStatus:
+        """Have the trainer take a command under the next seq_id; return its first status.
 
-    def _free_those_behind(self, missing: int) -> None:
-        """Free the commands that were refused because a command had not arrived, which is free or answered by now."""
-        behind = [seq_id for seq_id, earlier in self._gaps.items() if earlier == missing]
-        self._free.update(behind)
-        for seq_id in behind:
-            del self._gaps[seq_id]
+        Raises the error of the call if the command was turned away, or is in doubt.
+        """
+        execute = pb.ExecuteRequest(run_id=self._run_id, seq_id=self._next, attachment=self._attachment, max_seconds=0)
+        getattr(execute, _FIELDS[type(request)]).CopyFrom(request)
+        first = _first_of(self._transport.trainer.Execute)
+        doubt: errors.PacelineError | None = None
 
-    async def _fill(self, seq_id: int) -> errors.PacelineError | None:
-        """Use up a free seq_id; return the error if it may still be free. The same call again is without effect."""
-        empty = pb.ForwardBackwardRequest(run_id=self._run_id, seq_id=seq_id, attachment=self._attachment)
-        transport = self._transport
+        async def attempt(execute: pb.ExecuteRequest, **options: Any) -> pb.ExecuteResponse:
+            nonlocal doubt
+            try:
+                return await first(execute, **options)
+            except grpc.aio.AioRpcError as failure:
+                if (error := self._transport.error(failure, execute, "training")).code in _MAY_HAVE_ARRIVED:
+                    doubt = error
+                raise
+
         try:
-            await transport.call_beside(transport.trainer.ForwardBackward, empty, "training")
+            reply = await self._transport.call(attempt, execute, "training")
         except errors.PacelineError as error:
-            is_free = errors.is_not_accepted(error) or is_unread(error) or isinstance(error, errors.SeqIdGap)
-            if is_free or errors.is_outcome_unknown(error):
-                return error
-        self._free.discard(seq_id)
-        self._free_those_behind(seq_id)
-        return None
+            if doubt is None:
+                error.fate = Fate.TURNED_AWAY
+                if is_retryable(error):  # so it is for the others, which would each wait for as long
+                    self._fail(error)
+                raise
+            if error.code not in _MAY_HAVE_ARRIVED:  # which says nothing of the attempt before
+                doubt.add_note(f"It was sent again, and turned away: {error}")
+                error = doubt
+            error.fate, self._is_in_doubt = Fate.UNKNOWN, True
+            self._fail(error)
+            raise error from None
+        self._next += 1
+        return reply.status
 
-    async def _attempt(
+    async def _answer(self, status: pb.CommandStatus) -> Any:
+        """Follow a command until it has ended, and return its reply or raise its error."""
+        seq_id = status.seq_id
+        request = pb.FollowRequest(run_id=self._run_id, seq_ids=[seq_id])
+        try:
+            while not CommandState(status.state).has_ended:
+                status = await self._transport.call(self._follow, request, "training")
+        except errors.PacelineError as error:
+            raise _unread(error, seq_id) from error
+        finally:
+            self._in_flight.release()
+        until = asyncio.get_running_loop().time() + self._transport.timeouts.training
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(until)
+        return _reply_in(status)
+
+    async def _follow(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
-        request: Request,
+        request: pb.FollowRequest,
         *,
         timeout: float,  # noqa: ASYNC109 - as the stub's method calls it
         metadata: Metadata,
-    ) -> Reply:
-        """Send a command once. Raises TimedOut if for `timeout` seconds neither it nor an earlier one is answered.
+    ) -> pb.CommandStatus:
+        """Read a stream of statuses until it ends or breaks; return the last one. Raises AioRpcError if it has none.
 
-        A deadline of gRPC's would also run while the command waits for those before it, which may be slow.
+        Raises TimedOut if for `timeout` seconds no command of the run is answered. A deadline of gRPC's would also run
+        while the command waits for those before it, which may be slow.
         """
+        status: pb.CommandStatus | None = None
+        stream = self._transport.trainer.Follow(request, metadata=metadata)
         deadline = asyncio.timeout(timeout)
+        self._deadlines.add(deadline)
         try:
             async with deadline:
-                self._deadlines[deadline] = request.seq_id
-                return await method(request, metadata=metadata)
-        except grpc.aio.AioRpcError as failure:
-            if errors.is_outcome_unknown(error := error_from_rpc(failure)):
-                self._doubts[request.seq_id] = error
-            raise
+                while (reply := await read(stream)) is not None:
+                    status = reply.status
+        except grpc.aio.AioRpcError:
+            if status is None:
+                raise
         except TimeoutError:
             raise errors.TimedOut(
                 f"neither this command nor one before it was answered within {timeout:g} s (Timeouts.training); give "
                 "ServiceClient(timeouts=Timeouts(training=...)) a longer one"
             ) from None
         finally:
-            self._deadlines.pop(deadline, None)
+            self._deadlines.discard(deadline)
+            stream.cancel()
+        if status is None:
+            raise _silent()
+        return status
 
-    def _extend_deadlines(self, answered: int) -> None:
-        """Give the commands after one that was answered their full time again."""
-        until = asyncio.get_running_loop().time() + self._transport.timeouts.training
-        for deadline, seq_id in self._deadlines.items():
-            if seq_id > answered and not deadline.expired():
-                deadline.reschedule(until)
 
-    async def _counted(self, answer: asyncio.Task[Reply], seq_id: int) -> Reply:
-        """Wait for an answer, and use up the seq_id if the command was not accepted.
+async def outcomes(answers: Sequence[asyncio.Task[Any]]) -> Sequence[Outcome[Any]]:
+    """Wait for answers and return the reply or error of each, in order."""
+    found: list[Outcome[Any]] = await asyncio.gather(*answers, return_exceptions=True)
+    return found
 
-        If an earlier attempt may have arrived, its error is raised in place of one that says that nothing was executed.
-        """
+
+def _first_of(method: grpc.aio.UnaryStreamMultiCallable[Any, Reply]) -> Callable[..., Coroutine[Any, Any, Reply]]:
+    """Return a coroutine function that calls a method and returns the first message of the stream."""
+
+    async def call(request: Any, **options: Any) -> Reply:
+        stream = method(request, **options)
         try:
-            reply = await answer
-        except errors.PacelineError as error:
-            doubt = self._doubts.pop(seq_id, None)
-            if not errors.is_outcome_unknown(error):
-                self._extend_deadlines(seq_id)
-            is_turned_away = errors.is_not_accepted(error) or is_unread(error)
-            if doubt is not None and is_turned_away:
-                doubt.add_note(f"It was sent again, and turned away: {error}")
-                raise doubt from error
-            if is_turned_away:
-                self.give_back([seq_id])
-            elif isinstance(error, errors.SeqIdGap):
-                if doubt is None and (missing := int(error.metadata.get("missing", 0))):
-                    self._gaps[seq_id] = missing
-                    if missing in self._free:
-                        self._free_those_behind(missing)
-                error.add_note(
-                    "If later commands end so too, attach to the run again with ServiceClient.get_training_client."
-                )
-            elif not errors.is_outcome_unknown(error):
-                self._free_those_behind(seq_id)
-            raise
-        self._doubts.pop(seq_id, None)
-        self._free_those_behind(seq_id)
-        self._extend_deadlines(seq_id)
-        return reply
+            message = await read(stream)
+        finally:
+            stream.cancel()
+        if message is None:
+            raise _silent()
+        return message
+
+    return call
 
 
-async def outcomes(calls: Sequence[asyncio.Task[Reply]]) -> Sequence[Outcome[Reply]]:
-    """Wait for calls and return the reply or error of each, in order."""
-    return await asyncio.gather(*calls, return_exceptions=True)
+def _reply_in(status: pb.CommandStatus) -> Any:
+    """Return the reply in the last status of a command. Raises its error."""
+    answer = status.WhichOneof("answer")
+    if answer == "error":
+        error = error_from_proto(status.error)
+        if CommandState(status.state) is CommandState.NOT_ARRIVED:
+            error.fate = Fate.TURNED_AWAY
+        raise error
+    if status.is_another:
+        raise errors.SeqIdReused("another client has sent another command as this one; attach again", field="seq_id")
+    if answer is None:
+        raise errors.SeqIdExpired("it ended so long ago that its answer is no longer kept", field="seq_id")
+    return getattr(status, answer)
+
+
+def _unsent(cause: errors.PacelineError) -> errors.PacelineError:
+    """Return the error of a command that was not sent because of the error of one before it.
+
+    Each gets its own: the traceback of a shared one would keep the requests of all these commands.
+    """
+    error = copy(cause)
+    error.__notes__ = ["The command was not sent: one before it ended so."]
+    error.fate = Fate.TURNED_AWAY
+    return error
+
+
+def _unread(error: errors.PacelineError, seq_id: int) -> errors.PacelineError:
+    """Return the error of a command that the trainer has, and of which no more could be learnt."""
+    if not isinstance(error, (errors.Unavailable, errors.TimedOut, errors.Cancelled, errors.RunNotFound)):
+        # For example Denied, which of a command would mean that it was turned away.
+        error = errors.UpstreamUnavailable(f"the answer of command {seq_id} cannot be read: {error}")
+    error.add_note("The trainer has accepted the command, and executes it in its place.")
+    error.fate = Fate.UNKNOWN
+    return error
+
+
+def _silent() -> grpc.aio.AioRpcError:
+    """Return the error of a stream that ended without a status, which no trainer's does."""
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "a stream of statuses ended without one")
+
+
+async def _raise(error: errors.PacelineError) -> NoReturn:
+    raise error

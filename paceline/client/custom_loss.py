@@ -12,68 +12,61 @@ from contextvars import copy_context
 from copy import copy
 from numbers import Real
 
-import grpc
 import numpy as np
 import torch
 
 from paceline import errors
 from paceline.client.batching import Batch, as_datums, make_batch
-from paceline.client.commands import CommandQueue, outcomes
-from paceline.client.futures import HOLD, Hold, PacelineFuture
+from paceline.client.commands import CommandSender, outcomes
+from paceline.client.futures import HOLD, Hold, PacelineFuture, Place
 from paceline.client.transport import Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec
 from paceline.types.training import Array
 
 LossFn = Callable[[list[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]
-Method = grpc.aio.UnaryUnaryMultiCallable[pb.ForwardBackwardRequest, pb.ForwardBackwardResponse]
 
 _SENT_INPUTS = ("target_tokens", "mask")
 _OWN_METRICS = ("loss:sum", "surrogate_loss:sum", "tokens:sum")
 
 
 def put_custom_loss(
-    queue: CommandQueue, method: Method, run_id: str, data: Sequence[Datum], loss_fn: LossFn
+    sender: CommandSender, data: Sequence[Datum], loss_fn: LossFn
 ) -> PacelineFuture[ForwardBackwardOutput]:
     """Issue the forward and the backward pass of a client-side loss.
 
-    The seq_ids of both are reserved at once, and later commands are not sent before the backward pass is. If the
-    forward pass or `loss_fn` fails, the seq_ids of the backward pass are used up, so that the run can continue. The
-    data is copied: `loss_fn` runs after the forward pass, when the caller may have changed its arrays.
+    Later commands are not sent before the backward pass is, or the forward pass or `loss_fn` has failed. The data is
+    copied: `loss_fn` runs after the forward pass, when the caller may have changed its arrays.
     """
     if not callable(loss_fn):
         raise errors.InvalidArgument.of_type(loss_fn, "a function of the data and the log-probabilities", "loss_fn")
     own = [_copied(datum) for datum in as_datums(data)]
     spec = ForwardBackwardSpec("cross_entropy", forward_only=True)
-    forward = make_batch(run_id, [_without_weights(datum, f"data[{index}]") for index, datum in enumerate(own)], spec)
-    count = len(forward.requests)
+    forward = make_batch([_without_weights(datum, f"data[{index}]") for index, datum in enumerate(own)], spec)
     worker = Worker()
 
-    async def work(seq_ids: range) -> ForwardBackwardOutput:
+    async def work(place: Place) -> ForwardBackwardOutput:
         with worker:
-            return await two_passes(seq_ids)
+            return await two_passes(place)
 
-    async def two_passes(seq_ids: range) -> ForwardBackwardOutput:
-        async with queue.turn:
-            hold = Hold(queue.place(seq_ids))
+    async def two_passes(place: Place) -> ForwardBackwardOutput:
+        async with sender.turn:
+            hold = Hold(place)
             HOLD.set(hold)
             try:
-                calls = await queue.send(method, forward.requests, seq_ids[:count])
-                logprobs = [output["logprobs"] for output in forward.merge(await outcomes(calls)).loss_fn_outputs]
+                answers = await sender.send(place, list(forward.requests))
+                logprobs = [output["logprobs"] for output in forward.merge(await outcomes(answers)).loss_fn_outputs]
                 loss, metrics, weights = await worker.run(copy_context().run, evaluate, own, logprobs, loss_fn)
-            except Exception:
-                queue.give_back(seq_ids[count:])
-                raise
             finally:
                 hold.is_over = True
             backward = _backward(forward, weights)
-            calls = await queue.send(method, backward.requests, seq_ids[count:])
-        output = backward.merge(await outcomes(calls))
+            answers = await sender.send(place, backward.requests)
+        output = backward.merge(await outcomes(answers))
         surrogate = output.metrics.pop("loss:sum")
         output.metrics |= {"loss:sum": loss, "surrogate_loss:sum": surrogate, **metrics}
         return output
 
-    return queue.issue("ForwardBackward with a custom loss", 2 * count, work)
+    return sender.issue("ForwardBackward with a custom loss", 2 * len(forward.requests), work)
 
 
 def evaluate(
@@ -152,7 +145,7 @@ def _without_weights(datum: Datum, place: str) -> Datum:
 
 
 def _backward(forward: Batch, weights: Sequence[Array]) -> Batch:
-    rows, backward = iter(weights), Batch([])
+    rows, backward = iter(weights), Batch([], forward.sizes)
     for request in forward.requests:
         own = pb.ForwardBackwardRequest()
         own.CopyFrom(request)

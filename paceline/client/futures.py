@@ -152,7 +152,7 @@ class Place:
 
     order: object
     """Identifies the order."""
-    seq_id: int
+    number: int
 
 
 @dataclass(eq=False, slots=True)
@@ -173,7 +173,7 @@ class IssuedCommand:
     """An issued command, or several that belong together."""
 
     name: str
-    """RPC, run and seq_ids, for the log."""
+    """RPC, run and numbers, for the log."""
     place: Place
     """The place of the first."""
     failure: str | None = None
@@ -194,7 +194,7 @@ class IssuedCommand:
         hold = HOLD.get()
         if hold is None or hold.is_over or hold.place.order is not self.place.order:
             return
-        if self.place.seq_id >= hold.place.seq_id:
+        if self.place.number >= hold.place.number:
             raise errors.Unsupported(
                 f"{self.name} ends after this loss_fn has returned, so loss_fn cannot wait for it; issue what loss_fn "
                 "needs before forward_backward_custom, and wait for the rest after it"

@@ -16,6 +16,7 @@ from paceline import errors
 from paceline.cancellation import keep_cancellation
 from paceline.client.connection import RetryPolicy
 from paceline.rpc.status import error_from_rpc, is_from_grpc
+from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 T = TypeVar("T")
 
@@ -100,7 +101,9 @@ async def with_retries(
 
 
 def call_name(request: object) -> str:
-    """Return the name of a request's RPC."""
+    """Return the name of a request's RPC, or of the command in an Execute."""
+    if isinstance(request, pb.ExecuteRequest) and (command := request.WhichOneof("command")) is not None:
+        return call_name(getattr(request, command))
     return type(request).__name__.removesuffix("Request")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from paceline import codec, errors
 from paceline.client.batching import make_batch
-from paceline.client.commands import CommandQueue
+from paceline.client.commands import CommandSender
 from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import PublishResult, path_of, publish_result_from_proto
@@ -65,10 +65,11 @@ class TrainingClient(Connected):
     the answer itself, not a future; to overlap commands, use the futures. Arguments are copied when a command is
     issued and may be modified afterwards.
 
-    Later commands continue after a refused one, also after one that was turned away on its way (Overloaded,
-    InvalidApiKey). A command that ends in Unavailable or TimedOut may or may not have been executed; if it was not,
-    later commands end in SeqIdGap: attach to the run again with `ServiceClient.get_training_client`. Errors of all
-    commands: RunNotFound, RunStateLost, ClientSuperseded (another client attached later and trains the run),
+    The `fate` of an error (`errors.Fate`) says what became of the command. ANSWERED: the trainer refused it.
+    TURNED_AWAY: the trainer does not have it (InvalidApiKey, Overloaded once the RetryPolicy's budget is spent). Later
+    commands continue after both. UNKNOWN: it may have executed; a later command is sent if it turns out to have
+    arrived, and ends in SeqIdGap otherwise: attach to the run again with `ServiceClient.get_training_client`. Errors of
+    all commands: RunNotFound, RunStateLost, ClientSuperseded (another client attached later and trains the run),
     SeqIdExpired, SeqIdGap.
     """
 
@@ -76,7 +77,7 @@ class TrainingClient(Connected):
         super().__init__(transport)
         self.run_id = run.run_id
         self._base_model = run.base_model
-        self._queue = CommandQueue(transport, run.run_id, run.last_seq_id, attachment)
+        self._sender = CommandSender(transport, run.run_id, run.last_seq_id, attachment)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.run_id}>"
@@ -140,7 +141,7 @@ class TrainingClient(Connected):
         """
         from paceline.client.custom_loss import put_custom_loss  # noqa: PLC0415 - only this call needs torch
 
-        return put_custom_loss(self._queue, self.transport.trainer.ForwardBackward, self.run_id, data, loss_fn)
+        return put_custom_loss(self._sender, data, loss_fn)
 
     forward_backward_custom_async = awaitable(forward_backward_custom)
 
@@ -156,8 +157,7 @@ class TrainingClient(Connected):
         OptimizerChanged, OutOfMemory.
         """
         request = codec.optimizer_to_proto(AdamParams() if params is None else params)
-        request.run_id = self.run_id
-        return self._queue.put_one(self.transport.trainer.OptimStep, request, _optim_step_from_proto)
+        return self._sender.put_one(request, _optim_step_from_proto)
 
     optim_step_async = awaitable(optim_step)
 
@@ -166,8 +166,8 @@ class TrainingClient(Connected):
 
         Answers with its counted positions (`Run.gradient_tokens`), 0 if none waits.
         """
-        request = pb.OptimStepRequest(run_id=self.run_id, discard_gradient=pb.DiscardGradient())
-        return self._queue.put_one(self.transport.trainer.OptimStep, request, lambda reply: reply.tokens)
+        request = pb.OptimStepRequest(discard_gradient=pb.DiscardGradient())
+        return self._sender.put_one(request, lambda reply: reply.tokens)
 
     discard_gradient_async = awaitable(discard_gradient)
 
@@ -228,12 +228,11 @@ class TrainingClient(Connected):
         milliseconds = max(1, round(1e3 * checked_seconds(ack_timeout, "ack_timeout", maximum=_MAX_ACK_SECONDS)))
         request = codec.make(
             pb.PublishWeightsRequest,
-            run_id=self.run_id,
             durable=durable,
             wait_for=_ACK_POLICIES[wait_for],
             ack_timeout_ms=milliseconds,
         )
-        return self._queue.put_one(self.transport.trainer.PublishWeights, request, publish_result_from_proto)
+        return self._sender.put_one(request, publish_result_from_proto)
 
     publish_weights_async = awaitable(publish_weights)
 
@@ -265,30 +264,24 @@ class TrainingClient(Connected):
     get_tokenizer = blocking(get_tokenizer_async)
 
     def _pass(self, data: Sequence[Datum], spec: ForwardBackwardSpec) -> PacelineFuture[ForwardBackwardOutput]:
-        batch = make_batch(self.run_id, data, spec)
-        return self._queue.put(self.transport.trainer.ForwardBackward, batch.requests, batch.merge)
+        batch = make_batch(data, spec)
+        return self._sender.put(batch.requests, batch.merge)
 
     def _save(
         self, name: str, kind: CheckpointKind, ttl_seconds: int | None, *, overwrite: bool
     ) -> PacelineFuture[Checkpoint]:
         request = codec.make(
             pb.SaveCheckpointRequest,
-            run_id=self.run_id,
             name=name,
             kind=pb.CheckpointKind.ValueType(kind.value),
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
         )
-        return self._queue.put_one(
-            self.transport.trainer.SaveCheckpoint, request, lambda reply: codec.checkpoint_from_proto(reply.checkpoint)
-        )
+        return self._sender.put_one(request, lambda reply: codec.checkpoint_from_proto(reply.checkpoint))
 
     def _load(self, path: str | Checkpoint, *, with_optimizer: bool) -> PacelineFuture[Run]:
-        request = codec.make(
-            pb.LoadCheckpointRequest, run_id=self.run_id, path=path_of(path), with_optimizer=with_optimizer
-        )
-        return self._queue.put_one(
-            self.transport.trainer.LoadCheckpoint,
+        request = codec.make(pb.LoadCheckpointRequest, path=path_of(path), with_optimizer=with_optimizer)
+        return self._sender.put_one(
             request,
             lambda reply: codec.run_from_proto(reply.run),
             barrier=True,

@@ -94,46 +94,21 @@ class Transport:
             self._warnings.add(message)
             _log.warning("%s", message)
 
-    async def start(
-        self,
-        method: Callable[..., Awaitable[Reply]],
-        request: object,
-        limit: Limit,
-        metadata: Metadata = (),
-    ) -> asyncio.Task[Reply]:
-        """Wait for the limit on calls in flight, in FIFO order, then start a call with retries.
+    async def call(
+        self, method: Callable[..., Awaitable[Reply]], request: object, limit: Limit, metadata: Metadata = ()
+    ) -> Reply:
+        """Wait for the limit on calls in flight, in FIFO order, then call a method, with retries; return its reply.
 
-        `method` is a stub's method, or takes the same arguments.
+        `method` is a stub's method, or takes the same arguments. `limit` names the timeout of each attempt. Raises
+        PacelineError.
         """
 
         async def attempt() -> Reply:
             return await method(request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata))
 
         await self._connected()
-        await self._in_flight.acquire()
-        task = self.start_task(self._with_retries(attempt, request, limit))
-        task.add_done_callback(lambda _: self._in_flight.release())
-        return task
-
-    async def call(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply],
-        request: Request,
-        limit: Limit,
-        metadata: Metadata = (),
-    ) -> Reply:
-        """Call a method and return its reply. `limit` names the timeout of each attempt. Raises PacelineError."""
-        return await (await self.start(method, request, limit, metadata))
-
-    async def call_beside(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request, limit: Limit
-    ) -> Reply:
-        """Like `call`, but outside the limit on calls in flight, because those in flight may be waiting for it."""
-
-        async def attempt() -> Reply:
-            return await method(request, timeout=self._seconds(limit), metadata=self._metadata)
-
-        return await self._with_retries(attempt, request, limit)
+        async with self._in_flight:
+            return await self._with_retries(attempt, request, limit)
 
     def query(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Reply], request: Request

@@ -137,11 +137,10 @@ def output_from_proto(message: datum_pb2.DatumOutput, field: str) -> dict[str, A
     }
 
 
-def spec_to_proto(run_id: str, spec: ForwardBackwardSpec) -> trainer_pb.ForwardBackwardRequest:
+def spec_to_proto(spec: ForwardBackwardSpec) -> trainer_pb.ForwardBackwardRequest:
     """Encode a spec as a request without data."""
     return make(
         trainer_pb.ForwardBackwardRequest,
-        run_id=run_id,
         loss_fn=spec.loss_fn,
         loss_fn_config=spec.loss_fn_config,
         reduction=trainer_pb.Reduction.ValueType(spec.reduction.value),

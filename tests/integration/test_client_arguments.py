@@ -207,3 +207,11 @@ async def test_a_closed_client_says_what_to_do(server):
 def test_a_run_that_does_not_exist_is_named():
     with pytest.raises(errors.RunNotFound, match="no such run: my-run"):
         check_run_id("my-run")
+
+
+@pytest.mark.parametrize(
+    ("value", "milliseconds"), [(0, 1), (1e-6, 1), (0.25, 250), (np.float32(2), 2000), (86400, 86_400_000)]
+)
+async def test_a_wait_for_acknowledgements_is_sent_in_milliseconds(server, training, value, milliseconds):
+    await training.publish_weights(ack_timeout=value)
+    assert server.trainer.requests[-1].ack_timeout_ms == milliseconds

@@ -84,7 +84,7 @@ async def test_a_custom_loss_of_several_targets_that_fails_keeps_the_order(serve
     with pytest.raises(errors.InvalidArgument):
         await failed
     await training.forward_backward(make_data())
-    assert sorted(server.trainer.arrivals) == [1, 2, 3]
+    assert server.trainer.arrivals == [1, 2]
 
 
 async def test_a_custom_loss_of_what_is_no_list_of_datums_is_refused_before_anything_is_sent(server, training):
@@ -165,7 +165,7 @@ async def test_a_custom_loss_that_raises_changes_nothing_and_the_run_goes_on(ser
     with pytest.raises(errors.NoGradient):
         await stepped
     await training.forward_backward(make_data())
-    assert sorted(server.trainer.arrivals) == [1, 2, 3, 4, 5, 6]
+    assert server.trainer.arrivals == [1, 2, 3, 4]
 
 
 async def test_a_custom_loss_that_raises_while_the_service_turns_commands_away_leaves_no_gap(server, training):
@@ -210,7 +210,7 @@ async def test_a_custom_loss_that_ends_its_thread_is_refused_and_the_client_goes
         await training.forward_backward_custom(make_data(), loss_fn)
     assert caught.value.__cause__ is end
     await training.forward_backward(make_data())
-    assert sorted(server.trainer.arrivals) == [1, 2, 3]
+    assert server.trainer.arrivals == [1, 2]
 
 
 async def test_a_custom_loss_that_cannot_be_called_is_refused_before_anything_is_sent(server, training):

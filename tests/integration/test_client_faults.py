@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from support.faults.fault_run import Fate, FaultRun, trainer_for_plans
+from support.faults.fault_run import FaultRun, trainer_for_plans
 from support.faults.faulty_network import Fault
+
+from paceline import errors
 
 pytestmark = pytest.mark.services
 
@@ -27,4 +29,4 @@ async def test_commands_execute_once_in_order_and_what_the_client_says_of_them_i
     assert {fault.name for fault in Fault} <= struck.keys(), "every fault is met"
     assert {"cut up", "cut down"} <= struck.keys()
     fates = sum((outcome.fates for outcome in outcomes), Counter())
-    assert min(fates[fate] for fate in Fate) >= 20, "every fate is told"
+    assert min(fates[fate] for fate in errors.Fate) >= 20, "every fate is told"

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from time import monotonic, sleep
@@ -45,33 +44,9 @@ _CLOSING = (Act(Kind.PASS, 1001), Act(Kind.STEP, 1002), Act(Kind.SAVE, 1003))
 T = TypeVar("T")
 
 
-class Fate(Enum):
-    """What became of a command, as its client tells it."""
-
-    EXECUTED = "executed"
-    NOT_EXECUTED = "not executed"
-    UNKNOWN = "unknown"
-
-
-_NOT_EXECUTED = (
-    errors.Denied,
-    errors.SeqIdGap,
-    errors.ClientSuperseded,
-    errors.MessageTooLarge,
-    errors.UnreadableMessage,
-)
-
-
-def fate_of(outcome: object) -> Fate:
-    """Return what an answer or error says of its command, as documented for TrainingClient."""
-    if isinstance(outcome, errors.PacelineError):
-        is_turned_away = isinstance(outcome, errors.Exhausted) and outcome.retry_after is not None
-        if not outcome.was_sent or is_turned_away or isinstance(outcome, _NOT_EXECUTED):
-            return Fate.NOT_EXECUTED
-        is_unknown = isinstance(outcome, (errors.Unavailable, errors.TimedOut, errors.Cancelled))
-        if is_unknown and not isinstance(outcome, errors.AckTimeout):
-            return Fate.UNKNOWN
-    return Fate.EXECUTED
+def fate_of(outcome: object) -> errors.Fate:
+    """Return what an answer or error says of its command."""
+    return outcome.fate if isinstance(outcome, errors.PacelineError) else errors.Fate.ANSWERED
 
 
 @dataclass(frozen=True)
@@ -84,7 +59,7 @@ class Issued:
     outcome: object
 
     @property
-    def fate(self) -> Fate:
+    def fate(self) -> errors.Fate:
         return fate_of(self.outcome)
 
 
@@ -94,7 +69,7 @@ class Outcome:
 
     plan: Plan
     commands: int
-    fates: Counter[Fate]
+    fates: Counter[errors.Fate]
     clients: int
     struck: Counter[str]
     differences: list[str]
@@ -200,7 +175,7 @@ class _Disturbed:
 
         Otherwise return those from the run of all that may have.
         """
-        known = [one for one in self.issued if one.fate is Fate.EXECUTED]
+        known = [one for one in self.issued if one.fate is errors.Fate.ANSWERED]
         expected = [(one.act, _said(one.outcome, self.run_id)) for one in known]
         closing = [_said(outcome, self.run_id) for outcome in self.closing]
         info = _facts(self._calm.get_run(self.run_id))
@@ -229,7 +204,7 @@ class _Disturbed:
     @property
     def _is_in_doubt(self) -> bool:
         """Whether the fate of a command of the newest client is unknown."""
-        return any(one.client == self.clients and one.fate is Fate.UNKNOWN for one in self.issued)
+        return any(one.client == self.clients and one.fate is errors.Fate.UNKNOWN for one in self.issued)
 
     @property
     def _is_superseded(self) -> bool:
@@ -302,14 +277,14 @@ def _sequences_of(issued: list[Issued], *, is_missing: bool = False) -> Iterator
         yield ()
         return
     (one, *rest), executes, skips = issued, [], [(is_missing, ())]
-    if one.fate is Fate.EXECUTED:
+    if one.fate is errors.Fate.ANSWERED:
         executes, skips = ([] if is_missing else [(False, (one.act,))]), []
     elif one.act.kind is Kind.LONG_PASS:  # its parts are commands of their own; the error is that of the first
         parts = [replace(one.act, part=part) for part in (0, 1)]
         executes = [] if is_missing else [(False, (parts[0],)), (False, (parts[1],))]
-        if one.fate is Fate.UNKNOWN and not is_missing:
+        if one.fate is errors.Fate.UNKNOWN and not is_missing:
             executes = [(False, tuple(parts)), *executes]
-    elif one.fate is Fate.UNKNOWN and not one.act.kind.changes_nothing:
+    elif one.fate is errors.Fate.UNKNOWN and not one.act.kind.changes_nothing:
         executes = [] if is_missing else [(False, (one.act,))]
         if one.act.kind is not Kind.CUSTOM_LOSS:  # of which only the first half may have executed
             skips = [(True, ())]

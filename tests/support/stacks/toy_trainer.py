@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 
 from paceline import codec, errors
+from paceline.codec.errors import error_to_proto
 from paceline.layout import new_run_id
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
@@ -23,6 +24,13 @@ from paceline.types.v1 import model_pb2
 from support.models.formulas import log_softmax
 
 VOCABULARY = 7
+_FIELDS = {
+    pb.ForwardBackwardResponse: "forward_backward",
+    pb.OptimStepResponse: "optim_step",
+    pb.LoadCheckpointResponse: "load_checkpoint",
+    pb.PublishWeightsResponse: "publish_weights",
+}
+"""The field of a CommandStatus for each reply."""
 
 
 def make_data(count=2, length=5, seed=0, **inputs):
@@ -42,18 +50,18 @@ def make_data(count=2, length=5, seed=0, **inputs):
 
 
 class ToyTrainer(TrainerServiceServicer):
-    """One run. Commands execute in the order of their seq_id; a repeated command gets its first answer."""
+    """One run. Commands execute in the order of their seq_id; the same command again has the state of the first."""
 
-    def __init__(self, gap_seconds: float = 5.0) -> None:
+    def __init__(self) -> None:
         self.run_id = new_run_id()
         self.theta = np.random.default_rng(0).normal(size=(VOCABULARY, VOCABULARY))
         self.gradient = np.zeros_like(self.theta)
         self.steps = self.last = self.waiting_tokens = 0
         self.lost = self.has_gradient = False
-        self.gap_seconds = gap_seconds
         self.arrivals: list[int] = []
         self.executed: list[str] = []
-        self.answers: dict[int, tuple[bytes, object]] = {}
+        self.accepted: dict[int, tuple[bytes, asyncio.Future]] = {}
+        """Each command's payload, and its answer to come."""
         self.replies_to_drop: Counter[int] = Counter()
         self.refusals: dict[int, list[errors.PacelineError | None]] = {}
         """How each arrival of a command is refused; None for not at all."""
@@ -62,6 +70,8 @@ class ToyTrainer(TrainerServiceServicer):
         self.load_may_end = asyncio.Event()
         self.load_may_end.set()
         self.load_began = asyncio.Event()
+        self.step_errors: list[errors.PacelineError] = []
+        """What the next steps are refused with."""
         self.places: asyncio.Semaphore | None = None
         """How many more commands may execute; None for any number."""
         self.created: list[str] = []
@@ -90,6 +100,9 @@ class ToyTrainer(TrainerServiceServicer):
         run = (await self.GetRun(request, context)).run
         if request.request_id not in self.attachments:
             self.attachments.append(request.request_id)
+        if request.outstanding == pb.OUTSTANDING_POLICY_WAIT:
+            await asyncio.gather(*(answer for _, answer in self.accepted.values()))
+            run = codec.run_to_proto(self._run())
         return pb.AttachRunResponse(run=run, attachment=len(self.attachments))
 
     async def GetTokenizer(self, request, context):
@@ -101,61 +114,71 @@ class ToyTrainer(TrainerServiceServicer):
             runs=[codec.run_to_proto(self._run())], next_page_token=str(number + 1) if number < 2 else ""
         )
 
-    async def ForwardBackward(self, request, context):
-        return await self._ordered(request, context, self._forward_backward)
-
-    async def OptimStep(self, request, context):
-        return await self._ordered(request, context, self._optim_step)
-
-    async def LoadCheckpoint(self, request, context):
-        return await self._ordered(request, context, self._load)
-
-    async def PublishWeights(self, request, context):
-        return await self._ordered(request, context, self._publish)
-
-    async def _ordered(self, request, context, execute):
-        seq_id, payload = request.seq_id, request.SerializeToString(deterministic=True)
+    async def Execute(self, request, context):
+        seq_id = request.seq_id
+        method = request.WhichOneof("command")
+        command = getattr(request, method)
         self.arrivals.append(seq_id)
-        self.requests.append(request)
+        self.requests.append(command)
         if (refusals := self.refusals.get(seq_id)) and (refusal := refusals.pop(0)) is not None:
             raise refusal
         if self.denial is not None:
             raise self.denial
         if 0 < request.attachment < len(self.attachments):
             raise errors.ClientSuperseded("another client attached", field="attachment")
-        async with self._turn:
-            await self._wait_for_turn(seq_id, execute)
-            if seq_id > self.last:
-                self.answers[seq_id] = (payload, await self._execute(request, execute))
-                self.last = seq_id
-                self._turn.notify_all()
-        known, answer = self.answers[seq_id]
-        if known != payload:
-            raise errors.SeqIdReused("was used with another payload", field="seq_id")
+        if self.lost and method != "load_checkpoint":
+            raise errors.RunStateLost("load a state checkpoint", metadata={"checkpoint": "paceline://c"})
+        payload = command.SerializeToString(deterministic=True)
+        if seq_id not in self.accepted:
+            self.accepted[seq_id] = payload, asyncio.ensure_future(self._in_order(seq_id, command))
+        known, _ = self.accepted[seq_id]
         if self.replies_to_drop[seq_id]:
             self.replies_to_drop[seq_id] -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+        yield pb.ExecuteResponse(status=self._status(seq_id, is_another=known != payload))
+
+    async def Follow(self, request, context):
+        (seq_id,) = request.seq_ids
+        yield pb.FollowResponse(status=self._status(seq_id))
+        if not request.HasField("max_seconds"):
+            await asyncio.wait({self.accepted[seq_id][1]})
+            yield pb.FollowResponse(status=self._status(seq_id))
+
+    def _status(self, seq_id, **told):
+        if seq_id not in self.accepted:
+            return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_NOT_ARRIVED)
+        _, task = self.accepted[seq_id]
+        if not task.done():
+            return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_ACCEPTED, **told)
+        answer = task.result()
         if isinstance(answer, errors.PacelineError):
-            raise answer
+            error = error_to_proto(answer)
+            return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_REFUSED, error=error, **told)
+        return pb.CommandStatus(
+            seq_id=seq_id, state=pb.COMMAND_STATE_SUCCEEDED, **{_FIELDS[type(answer)]: answer}, **told
+        )
+
+    async def _in_order(self, seq_id, command):
+        async with self._turn:
+            await self._turn.wait_for(lambda: seq_id == self.last + 1)
+            answer = await self._execute(command)
+            self.last = seq_id
+            self._turn.notify_all()
         return answer
 
-    async def _wait_for_turn(self, seq_id, execute):
-        if self.lost and execute == self._load:
-            return
-        try:
-            await asyncio.wait_for(self._turn.wait_for(lambda: seq_id <= self.last + 1), self.gap_seconds)
-        except TimeoutError:
-            missing = {"missing": str(self.last + 1)}
-            raise errors.SeqIdGap("commands before it did not arrive", field="seq_id", metadata=missing) from None
-
-    async def _execute(self, request, execute):
+    async def _execute(self, command):
         if self.places is not None:
             await self.places.acquire()
-        self.executed.append(type(request).__name__.removesuffix("Request"))
+        name = type(command).__name__.removesuffix("Request")
+        self.executed.append(name)
+        execute = {
+            "ForwardBackward": self._forward_backward,
+            "OptimStep": self._optim_step,
+            "LoadCheckpoint": self._load,
+            "PublishWeights": self._publish,
+        }[name]
         try:
-            if self.lost and execute != self._load:
-                raise errors.RunStateLost("load a state checkpoint", metadata={"checkpoint": "paceline://c"})
-            return await execute(request)
+            return await execute(command)
         except errors.PacelineError as error:
             return error
 
@@ -192,9 +215,12 @@ class ToyTrainer(TrainerServiceServicer):
 
     async def _optim_step(self, request):
         if request.HasField("discard_gradient"):
+            self.executed[-1] = "DiscardGradient"
             discarded, self.waiting_tokens = self.waiting_tokens, 0
             self.gradient[:], self.has_gradient = 0, False
             return pb.OptimStepResponse(step=self.steps, tokens=discarded)
+        if self.step_errors:
+            raise self.step_errors.pop(0)
         if not self.has_gradient:
             raise errors.NoGradient("call forward_backward first")
         norm = float(np.linalg.norm(self.gradient))

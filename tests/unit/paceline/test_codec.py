@@ -361,8 +361,7 @@ def test_every_option_of_forward_backward_is_sent():
 
 @given(st.builds(ForwardBackwardSpec, **SPEC_FIELDS))
 def test_specs_of_forward_backward(spec):
-    request = codec.spec_to_proto("run", spec)
-    assert request.run_id == "run"
+    request = codec.spec_to_proto(spec)
     assert codec.spec_from_proto(request) == spec
 
 

@@ -48,13 +48,6 @@ def test_an_error_tells_whether_its_command_was_answered(error, told):
     assert [name for name, holds in found.items() if holds] == [told] * (told != "answer")
 
 
-def test_a_command_that_was_not_sent_has_not_executed():
-    error = errors.EngineUnavailable("starting")
-    error.was_sent = False
-    assert errors.is_not_accepted(error)
-    assert not errors.is_outcome_unknown(error)
-
-
 @settings(deadline=None)
 @given(
     st.sampled_from(sorted(CATALOG)),

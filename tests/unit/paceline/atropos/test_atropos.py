@@ -293,7 +293,8 @@ def test_a_batch_of_which_nothing_can_be_trained_on_is_dropped_and_the_next_is_t
     said, trained = [], []
     with answering([{"batch": bad}, 500, {"uuid": 1}, {"batch": [group(), *bad]}]) as (api, _):
         trainer = trainer_of(api, tmp_path, said)
-        trainer._train = lambda training, pulled, batch, taken: trained.append(batch) or {"skipped_sequences": 0.0}
+        trainer._train = lambda training, pulled, batch: trained.append(batch) or {"skipped_sequences": 0.0}
+        trainer._publish = lambda training, step: {}
         logged = []
         trainer._log.add = lambda step, metrics: logged.append(metrics)
         trainer._step(SimpleNamespace(run_id="run-1"), 0)

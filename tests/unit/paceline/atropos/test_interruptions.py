@@ -12,6 +12,7 @@ import pytest
 
 from paceline import errors
 from paceline.atropos.trainer import AtroposTrainer
+from paceline.errors import Fate
 
 PLANS = 300
 HARMLESS = 6
@@ -33,16 +34,28 @@ class Future:
 
 
 class Run:
-    """The trainer's run: which seq_ids are used up, and by what."""
+    """The trainer's run: its gradient, and what each step was taken of."""
 
     def __init__(self):
-        self.last_seq_id = 0
-        self.executed: list[str] = []
+        self.gradient: list[str] = []
+        self.steps: list[list[str]] = []
         self.refused: Counter[str] = Counter()
 
     @property
     def step(self):
-        return self.executed.count("step")
+        return len(self.steps)
+
+    def execute(self, name):
+        match name:
+            case "discard":
+                self.gradient = []
+            case "step":
+                self.steps.append(self.gradient)
+                self.gradient = []
+            case "publish":
+                pass
+            case _:
+                self.gradient.append(name)
 
 
 class Client:
@@ -53,6 +66,9 @@ class Client:
     def __init__(self, run, random, share):
         self._run, self._random, self._share = run, random, share
         self._has_gap = False
+
+    def discard_gradient(self):
+        return self._send("discard", 0)
 
     def forward_backward(self, data, loss_fn, config):
         logprobs = np.full(len(data[0].model_input), -1.0)
@@ -67,28 +83,25 @@ class Client:
 
     def _send(self, name, answer):
         if self._has_gap:
-            return Future(errors.SeqIdGap("an earlier command did not arrive"))
+            return failed(errors.SeqIdGap("an earlier command did not arrive"), Fate.TURNED_AWAY)
         if self._random.random() >= self._share:
-            self._use_up(name)
+            self._run.execute(name)
             return Future(answer)
-        end = self._random.choice(["refused", "turned away", "free", "lost", "answer lost", "killed", "killed before"])
+        end = self._random.choice(["refused", "turned away", "lost", "answer lost", "killed", "killed before"])
         if end == "refused":
-            self._use_up()
             self._run.refused[name] += 1
-            return Future(errors.PoisonedCommand("the engine died each time"))
-        if end == "turned away":  # and an empty command has its place
-            self._use_up()
-            return Future(errors.Overloaded("full"))
-        self._has_gap = True
-        if end == "free":
-            return Future(errors.Overloaded("full"))
+            return failed(errors.PoisonedCommand("the engine died each time"), Fate.ANSWERED)
+        if end == "turned away":
+            return failed(errors.Overloaded("full"), Fate.TURNED_AWAY)
         if end in {"answer lost", "killed"}:
-            self._use_up(name)
-        return Future(Killed() if "killed" in end else errors.UpstreamUnavailable("the connection broke"))
+            self._run.execute(name)
+        self._has_gap = end != "answer lost"
+        return Future(Killed()) if "killed" in end else failed(errors.UpstreamUnavailable("broke"), Fate.UNKNOWN)
 
-    def _use_up(self, *executed):
-        self._run.last_seq_id += 1
-        self._run.executed += executed
+
+def failed(error, fate):
+    error.fate = fate
+    return Future(error)
 
 
 def start(run, client, state):
@@ -122,9 +135,9 @@ def test_every_part_of_a_batch_is_trained_on_once_before_the_one_step(share, tmp
         processes = 0
         while not start(run, Client(run, random, share if processes < HARMLESS else 0.0), state):
             processes += 1
-            assert processes < 2 * HARMLESS, f"seed {seed} is never finished: {run.executed}"
-        *parts, step = [name for name in run.executed if name != "publish"]
+            assert processes < 2 * HARMLESS, f"seed {seed} is never finished: {run.steps}"
+        parts = [part for step in run.steps for part in step]
         missing = {f"part {number}" for number in range(1, 5)}.difference(parts)
-        assert step == "step", f"seed {seed}: {run.executed}"
-        assert len(set(parts)) == len(parts), f"seed {seed}: {run.executed}"
-        assert missing <= set(run.refused), f"seed {seed}: {run.executed}"
+        assert len(run.steps) == (1 if parts else 0), f"seed {seed}: {run.steps}"
+        assert len(set(parts)) == len(parts), f"seed {seed}: {run.steps}"
+        assert missing <= set(run.refused), f"seed {seed}: {run.steps}"

@@ -19,7 +19,7 @@ def datum_of(length):
 
 
 def batch_of(lengths):
-    return make_batch("run", [datum_of(length) for length in lengths], ForwardBackwardSpec("cross_entropy"))
+    return make_batch([datum_of(length) for length in lengths], ForwardBackwardSpec("cross_entropy"))
 
 
 def reply(*values, **metrics):
@@ -69,16 +69,16 @@ def test_a_part_holds_at_most_1024_datums():
 )
 def test_what_is_no_list_of_datums_is_refused_with_its_place_and_what_to_give(data, field, remedy):
     with pytest.raises(errors.InvalidArgument, match=remedy) as caught:
-        make_batch("run", data, ForwardBackwardSpec("cross_entropy"))
+        make_batch(data, ForwardBackwardSpec("cross_entropy"))
     assert caught.value.field == field
 
 
 def test_every_part_carries_the_settings():
     data = [datum_of(1)] * 1025
     for request in make_batch(
-        "run", data, ForwardBackwardSpec("ppo", {"clip_low_threshold": 0.8}, forward_only=True)
+        data, ForwardBackwardSpec("ppo", {"clip_low_threshold": 0.8}, forward_only=True)
     ).requests:
-        assert (request.run_id, request.loss_fn, request.forward_only) == ("run", "ppo", True)
+        assert (request.loss_fn, request.forward_only) == ("ppo", True)
         assert request.loss_fn_config == {"clip_low_threshold": 0.8}
 
 
@@ -88,7 +88,7 @@ def test_every_part_is_told_what_the_mean_over_the_whole_batch_divides_by(reduct
     data[0].loss_inputs["mask"] = np.array([0, 0], np.uint8)
     data[1].loss_inputs["mask"] = np.array([0, 1], np.uint8)
     data[2].loss_inputs["mask"] = np.array([1, 0], np.uint8)
-    requests = make_batch("run", data, ForwardBackwardSpec("cross_entropy", reduction=reduction)).requests
+    requests = make_batch(data, ForwardBackwardSpec("cross_entropy", reduction=reduction)).requests
     assert [(part.reduction, part.reduction_count) for part in requests] == [(reduction.value, count)] * 2
 
 
@@ -120,13 +120,13 @@ def test_a_dtype_that_cannot_be_sent_is_refused_with_the_field_and_what_it_takes
     else:
         wrong = Datum(wrong.model_input, {name[len("loss_inputs[") : -1]: np.zeros(3, dtype)})
     with pytest.raises(errors.InvalidDtype, match=rf"dtype {np.dtype(dtype)} cannot be sent; give {wanted}$") as caught:
-        make_batch("run", [datum_of(3), wrong], ForwardBackwardSpec("ppo"))
+        make_batch([datum_of(3), wrong], ForwardBackwardSpec("ppo"))
     assert caught.value.field == f"data[1].{name}"
 
 
 def test_a_setting_that_is_no_number_is_refused_by_the_name_of_its_field():
     with pytest.raises(errors.InvalidArgument) as caught:
-        make_batch("run", [datum_of(1)], ForwardBackwardSpec("ppo", {"clip_low_threshold": "low"}))
+        make_batch([datum_of(1)], ForwardBackwardSpec("ppo", {"clip_low_threshold": "low"}))
     assert caught.value.field == "loss_fn_config[clip_low_threshold]"
 
 
@@ -161,7 +161,7 @@ def test_a_reduction_that_cannot_be_merged_is_an_error():
 
 
 def test_outputs_are_put_together_in_order():
-    batch = Batch([pb.ForwardBackwardRequest(), pb.ForwardBackwardRequest()])
+    batch = Batch([], [2, 1])
     merged = batch.merge([reply(1, 2, loss_sum=1), reply(3, loss_sum=4)])
     assert [float(output["logprobs"][0]) for output in merged.loss_fn_outputs] == [1, 2, 3]
     assert merged.metrics == {"loss:sum": 5}
@@ -176,7 +176,5 @@ def test_the_first_failure_is_raised():
 
 
 def test_every_part_asks_to_be_refused_where_the_batch_does():
-    batch = make_batch(
-        "run", [datum_of(4)] * (MAX_DATUMS + 1), ForwardBackwardSpec("cross_entropy", refuse_non_finite=True)
-    )
+    batch = make_batch([datum_of(4)] * (MAX_DATUMS + 1), ForwardBackwardSpec("cross_entropy", refuse_non_finite=True))
     assert [request.refuse_non_finite for request in batch.requests] == [True, True]
