@@ -69,8 +69,8 @@ class PacelineError(Exception):
     code: ClassVar[Code] = Code.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     default_retry_after: ClassVar[float | None] = None
-    fate: Fate = Fate.ANSWERED
-    """Of the run's command that ended in this error. Set by the client."""
+    fate: Fate | None = None
+    """Of the run's command that ended in this error; None for errors of other calls. Set by who sent it."""
 
     def __init_subclass__(cls, *, reason: str = "") -> None:
         """Enter a class with a `reason` into the catalog; one without is a group, or known only in its own service."""
@@ -476,18 +476,3 @@ class Unsupported(PacelineError, reason="UNIMPLEMENTED"):
     """The method does not exist, or not for this kind of run or model."""
 
     code = Code.UNIMPLEMENTED
-
-
-# What an error of a command's own call tells of it. It is an answer to the command if neither function returns True.
-
-
-def is_not_accepted(error: BaseException) -> bool:
-    """Return whether a command that ended in `error` was turned away: it has not executed, and its seq_id is free."""
-    return isinstance(error, Denied) or (isinstance(error, Exhausted) and error.retry_after is not None)
-
-
-def is_outcome_unknown(error: BaseException) -> bool:
-    """Return whether a command that ended in `error` may have executed, or may still."""
-    if isinstance(error, Internal):
-        return not error.error_id  # otherwise it is the service's own answer, which it keeps
-    return isinstance(error, (Unavailable, TimedOut, Cancelled)) and not isinstance(error, AckTimeout)

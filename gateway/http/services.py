@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -14,16 +15,23 @@ from structlog.contextvars import get_contextvars
 
 from gateway.admission import FairQueue
 from gateway.proxy import SERVICES, Router, Upstream, gateway_error
-from paceline import codec
+from paceline import codec, errors
+from paceline.codec.commands import execute_request, may_have_arrived, reply_in
+from paceline.errors import Fate
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import REQUEST_ID_KEY, ROUTE_KEY, peer_metadata
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
-from paceline.types import ModelRef, SampleResult, SamplingParams
+from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
+from paceline.types import CommandState, ModelRef, SampleResult, SamplingParams
 from paceline.types.training import Array
 
 Reply = TypeVar("Reply", bound=Message)
 
+_ACCEPTED = {CommandState.ACCEPTED, CommandState.EXECUTING, CommandState.SUCCEEDED, CommandState.REFUSED}
+"""States of a command that is durable."""
+_PAUSE_SECONDS = 1.0
+"""Before a command is followed again."""
 _PATIENCE_SECONDS = 5.0
 """How long to wait for an unreachable service."""
 
@@ -53,6 +61,49 @@ class Services:
         """
         async with self._calling(tenant, request, model, seconds, lambda upstream: upstream.unary) as (call, _):
             return reply.FromString(await call)
+
+    async def execute(
+        self, tenant: str, command: Any, *, seconds: float = 600.0, accepted: Callable[[], object] | None = None
+    ) -> Any:
+        """Send a command, with its run_id, seq_id and attachment, and follow it until it has ended; return its reply.
+
+        With `accepted`, which is called once the command is durable and need not be sent again, it is followed from
+        then on as long as it takes; otherwise `seconds` bounds each call. Raises what the trainer answers, or the error
+        of a call; its `fate` says what became of the command.
+        """
+        run_id, seq_id = command.run_id, command.seq_id
+        execute = execute_request(command, run_id, seq_id, command.attachment)
+        del command
+        is_accepted = False
+
+        def hear(status: trainer_pb.CommandStatus) -> CommandState:
+            nonlocal is_accepted
+            state = CommandState(status.state)
+            if accepted is not None and not is_accepted and state in _ACCEPTED:
+                is_accepted = True
+                accepted()
+            return state
+
+        try:
+            async with self.stream(tenant, execute, trainer_pb.ExecuteResponse, seconds=seconds) as first:
+                del execute
+                status = (await _next(first)).status
+        except errors.PacelineError as error:
+            error.fate = Fate.UNKNOWN if may_have_arrived(error) else Fate.TURNED_AWAY
+            raise
+        follow = trainer_pb.FollowRequest(run_id=run_id, seq_ids=[seq_id])
+        while not hear(status).has_ended:
+            try:
+                async with self.stream(tenant, follow, trainer_pb.FollowResponse, seconds=seconds) as changes:
+                    async for change in changes:
+                        hear(status := change.status)
+            except errors.PacelineError as error:
+                if is_accepted and may_have_arrived(error):
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    continue
+                error.fate = Fate.UNKNOWN
+                raise
+        return reply_in(status)
 
     async def sample(
         self, tenant: str, model: ModelRef, tokens: Array, params: SamplingParams, *, seconds: float, **options: Any
@@ -125,6 +176,12 @@ class Services:
                     yield call, upstream
         finally:
             self.queue.release(tenant)
+
+
+async def _next(messages: AsyncIterator[Reply]) -> Reply:
+    async for message in messages:
+        return message
+    raise errors.Internal("a stream of statuses ended without one")
 
 
 @contextmanager

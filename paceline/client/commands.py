@@ -14,33 +14,14 @@ from paceline import errors
 from paceline.client.futures import PacelineFuture, Place
 from paceline.client.retry import call_name, is_retryable
 from paceline.client.transport import Metadata, Transport, read
-from paceline.codec.errors import error_from_proto
-from paceline.errors import Code, Fate
+from paceline.codec.commands import Command, execute_request, may_have_arrived, reply_in
+from paceline.errors import Fate
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CommandState
 
 MAX_COMMANDS_UNANSWERED = 32
 """Maximum number of commands of one run in flight. More would only wait at the server."""
 
-_FIELDS = {
-    pb.ForwardBackwardRequest: "forward_backward",
-    pb.OptimStepRequest: "optim_step",
-    pb.SaveCheckpointRequest: "save_checkpoint",
-    pb.LoadCheckpointRequest: "load_checkpoint",
-    pb.PublishWeightsRequest: "publish_weights",
-}
-"""The field of an ExecuteRequest for each command."""
-_MAY_HAVE_ARRIVED = {Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.INTERNAL}
-"""After any other error of Execute, the trainer does not have the command, and its seq_id is free."""
-
-Command: TypeAlias = (
-    pb.ForwardBackwardRequest
-    | pb.OptimStepRequest
-    | pb.SaveCheckpointRequest
-    | pb.LoadCheckpointRequest
-    | pb.PublishWeightsRequest
-)
-"""A request without run_id, seq_id and attachment, which the ExecuteRequest around it has."""
 Reply = TypeVar("Reply")
 T = TypeVar("T")
 Outcome: TypeAlias = Reply | BaseException
@@ -182,8 +163,7 @@ class CommandSender:
 
         Raises the error of the call if the command was turned away, or is in doubt.
         """
-        execute = pb.ExecuteRequest(run_id=self._run_id, seq_id=self._next, attachment=self._attachment, max_seconds=0)
-        getattr(execute, _FIELDS[type(request)]).CopyFrom(request)
+        execute = execute_request(request, self._run_id, self._next, self._attachment)
         first = _first_of(self._transport.trainer.Execute)
         doubt: errors.PacelineError | None = None
 
@@ -192,7 +172,7 @@ class CommandSender:
             try:
                 return await first(execute, **options)
             except grpc.aio.AioRpcError as failure:
-                if (error := self._transport.error(failure, execute, "training")).code in _MAY_HAVE_ARRIVED:
+                if may_have_arrived(error := self._transport.error(failure, execute, "training")):
                     doubt = error
                 raise
 
@@ -204,7 +184,7 @@ class CommandSender:
                 if is_retryable(error):  # so it is for the others, which would each wait for as long
                     self._fail(error)
                 raise
-            if error.code not in _MAY_HAVE_ARRIVED:  # which says nothing of the attempt before
+            if not may_have_arrived(error):  # which says nothing of the attempt before
                 doubt.add_note(f"It was sent again, and turned away: {error}")
                 error = doubt
             error.fate, self._is_in_doubt = Fate.UNKNOWN, True
@@ -228,7 +208,7 @@ class CommandSender:
         for deadline in self._deadlines:
             if not deadline.expired():
                 deadline.reschedule(until)
-        return _reply_in(status)
+        return reply_in(status)
 
     async def _follow(
         self,
@@ -286,21 +266,6 @@ def _first_of(method: grpc.aio.UnaryStreamMultiCallable[Any, Reply]) -> Callable
         return message
 
     return call
-
-
-def _reply_in(status: pb.CommandStatus) -> Any:
-    """Return the reply in the last status of a command. Raises its error."""
-    answer = status.WhichOneof("answer")
-    if answer == "error":
-        error = error_from_proto(status.error)
-        if CommandState(status.state) is CommandState.NOT_ARRIVED:
-            error.fate = Fate.TURNED_AWAY
-        raise error
-    if status.is_another:
-        raise errors.SeqIdReused("another client has sent another command as this one; attach again", field="seq_id")
-    if answer is None:
-        raise errors.SeqIdExpired("it ended so long ago that its answer is no longer kept", field="seq_id")
-    return getattr(status, answer)
 
 
 def _unsent(cause: errors.PacelineError) -> errors.PacelineError:

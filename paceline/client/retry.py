@@ -108,13 +108,7 @@ def call_name(request: object) -> str:
 
 
 def is_retryable(error: errors.PacelineError) -> bool:
-    """Return whether the same call may succeed later: the service was unavailable, full, or lacked earlier commands."""
+    """Return whether the same call may succeed later: the service was unavailable or full."""
     if isinstance(error, errors.Exhausted):
         return error.retry_after is not None
-    return isinstance(error, (errors.Unavailable, errors.SeqIdGap))
-
-
-def is_unread(error: errors.PacelineError) -> bool:
-    """Return whether a message was refused as a whole, before its fields were read: a command's seq_id stays free."""
-    is_whole = isinstance(error, errors.OutOfRange) and not error.field
-    return is_whole or isinstance(error, (errors.MessageTooLarge, errors.UnreadableMessage))
+    return isinstance(error, errors.Unavailable)

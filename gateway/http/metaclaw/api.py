@@ -118,8 +118,7 @@ class MetaClawApi:
         @router.post("/weights/save")
         async def weights_save(request: Request, body: WeightsSave) -> dict[str, Any]:
             # MetaClaw's server swaps the adapter on a save, so the weights are published at once.
-            save = _save(body.name, pb.CHECKPOINT_KIND_SAMPLER), pb.SaveCheckpointResponse
-            publish = pb.PublishWeightsRequest, pb.PublishWeightsResponse
+            save, publish = _save(body.name, pb.CHECKPOINT_KIND_SAMPLER), pb.PublishWeightsRequest
             # A name that is given is checked before anything changes. One that is made from the step of the weights
             # needs the answer to a command of these weights: earlier commands may still be outstanding.
             commands: Commands = (save, publish) if body.name else (publish, save)
@@ -132,7 +131,7 @@ class MetaClawApi:
 
         @router.post("/checkpoint/save")
         async def checkpoint_save(request: Request, body: CheckpointSave) -> dict[str, str]:
-            commands = ((_save(body.name, pb.CHECKPOINT_KIND_STATE), pb.SaveCheckpointResponse),)
+            commands = [_save(body.name, pb.CHECKPOINT_KIND_STATE)]
 
             def saved(_: Session, reply: pb.SaveCheckpointResponse) -> dict[str, str]:
                 return {"status": "ok", "path": reply.checkpoint.path}
@@ -142,13 +141,12 @@ class MetaClawApi:
         @router.post("/checkpoint/load")
         async def checkpoint_load(request: Request, body: CheckpointLoad) -> dict[str, Any]:
             make = partial(pb.LoadCheckpointRequest, path=body.path, with_optimizer=True)
-            commands = ((make, pb.LoadCheckpointResponse),)
 
             def loaded(session: Session, reply: pb.LoadCheckpointResponse) -> dict[str, Any]:
                 session.step, session.losses = reply.run.step, []
                 return {"status": "ok", "step": reply.run.step}
 
-            return await self._send(request, body.session_id, commands, loaded)
+            return await self._send(request, body.session_id, [make], loaded)
 
     def _add_training(self, router: APIRouter) -> None:
         @router.post("/train/forward_backward")
@@ -164,8 +162,7 @@ class MetaClawApi:
                 session.losses.append(mean)
                 return {"status": "ok", "loss": mean, "total_tokens": body.tokens, "num_datums": len(body.data)}
 
-            commands = ((make, pb.ForwardBackwardResponse),)
-            return await self._send(request, body.session_id, commands, computed)
+            return await self._send(request, body.session_id, [make], computed)
 
         @router.post("/train/optim_step")
         async def optim_step(request: Request, body: OptimStep) -> dict[str, Any]:
@@ -181,8 +178,7 @@ class MetaClawApi:
                     "learning_rate": reply.learning_rate,
                 }
 
-            commands = ((make, pb.OptimStepResponse),)
-            return await self._send(request, body.session_id, commands, stepped)
+            return await self._send(request, body.session_id, [make], stepped)
 
     async def _send(self, request: Request, run_id: str, commands: Commands, conclude: Callable[..., Answer]) -> Answer:
         return await while_connected(request, self._sessions.send(tenant_of(request), run_id, commands, conclude))

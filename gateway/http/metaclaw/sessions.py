@@ -17,6 +17,7 @@ from gateway.http.metaclaw.bodies import named_as_here
 from gateway.http.services import Services
 from paceline import errors
 from paceline.client.batching import sendable
+from paceline.errors import Fate
 from paceline.layout import is_run_id
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
@@ -25,15 +26,15 @@ SECONDS = 600.0
 _MAX_SESSIONS = 4096
 _SAMPLER = pb.CHECKPOINT_KIND_SAMPLER
 Answer = TypeVar("Answer")
-Commands = Sequence[tuple[Callable[..., Any], type[Message]]]
-"""How each command of a request is made, and the type of its reply."""
+Commands = Sequence[Callable[..., Any]]
+"""How each command of a request is made."""
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
     """A request's commands."""
 
-    commands: Sequence[tuple[Any, type[Message]]]
+    commands: Sequence[Any]
     conclude: Callable[..., Any]
     digest: bytes
     replies: list[Message] = field(default_factory=list)
@@ -107,22 +108,26 @@ class Sessions:
 
     async def _advance(self, tenant: str, session: Session, work: _Work) -> None:
         """Send the next command of a request, once more with its number if it may have arrived."""
-        message, reply = work.commands[len(work.replies)]
+        message = work.commands[len(work.replies)]
         if not work.is_sent:
             session.unfinished = work if work.replies else None  # should its name not be found out
             await self._name(tenant, message)
             message.seq_id, message.attachment = session.next_seq_id, session.attachment
         try:
             with named_as_here():
-                answer = await self._services.call(tenant, message, reply, seconds=SECONDS)
+                answer = await self._services.execute(tenant, message, seconds=SECONDS)
         except BaseException as error:
-            may_come_later = errors.is_not_accepted(error)
-            may_have_arrived = errors.is_outcome_unknown(error) or isinstance(error, asyncio.CancelledError)
-            work.is_sent = may_have_arrived or (work.is_sent and may_come_later)
+            fate = error.fate if isinstance(error, errors.PacelineError) else Fate.UNKNOWN
+            # One that is turned away may have arrived before.
+            is_turned_away = fate is Fate.TURNED_AWAY
+            work.is_sent = fate is Fate.UNKNOWN or (work.is_sent and is_turned_away)
+            may_come_later = isinstance(error, errors.Denied | errors.Exhausted) and is_turned_away
             is_unfinished = work.is_sent or (work.replies and may_come_later)
             session.unfinished = work if is_unfinished else None
-            if not work.is_sent:
-                session.attachment = 0  # whether the number is used up depends on the refusal
+            if fate is Fate.ANSWERED:
+                session.next_seq_id += 1
+            elif not work.is_sent:
+                session.attachment = 0  # the run may be gone, lost, or another client's
             if isinstance(error, errors.NonFiniteGradient):
                 session.losses = []
             raise
@@ -177,12 +182,11 @@ class Sessions:
 
 def _make(run_id: str, commands: Commands, conclude: Callable[..., Any]) -> _Work:
     with sendable("request"):
-        messages = [make(run_id=run_id) for make, _ in commands]
+        messages = [make(run_id=run_id) for make in commands]
     digest = sha256()
     for message in messages:
         digest.update(sha256(message.SerializeToString(deterministic=True)).digest())
-    replies = [reply for _, reply in commands]
-    return _Work(list(zip(messages, replies, strict=True)), conclude, digest.digest())
+    return _Work(messages, conclude, digest.digest())
 
 
 def _unknown() -> errors.RunNotFound:

@@ -16,7 +16,8 @@ from gateway.http.run_names import ONLINE
 from gateway.http.services import Services
 from gateway.http.state import StateUnusable
 from paceline import codec, errors
-from paceline.client.retry import is_unread
+from paceline.client.retry import is_retryable
+from paceline.errors import Fate
 from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types.optimizers import OPTIMIZERS
@@ -33,11 +34,11 @@ _PUBLISH_AGAIN_SECONDS = 30.0
 _SLOW_SECONDS = 10.0
 """After this time an unanswered command is reported as a problem."""
 _FORWARD_BACKWARD, _OPTIM_STEP, _PUBLISH, _SAVE = "forward_backward", "optim_step", "publish", "save"
-_KINDS: Mapping[str, tuple[type[Message], type[Message]]] = {
-    _FORWARD_BACKWARD: (pb.ForwardBackwardRequest, pb.ForwardBackwardResponse),
-    _OPTIM_STEP: (pb.OptimStepRequest, pb.OptimStepResponse),
-    _PUBLISH: (pb.PublishWeightsRequest, pb.PublishWeightsResponse),
-    _SAVE: (pb.SaveCheckpointRequest, pb.SaveCheckpointResponse),
+_KINDS: Mapping[str, type[Message]] = {
+    _FORWARD_BACKWARD: pb.ForwardBackwardRequest,
+    _OPTIM_STEP: pb.OptimStepRequest,
+    _PUBLISH: pb.PublishWeightsRequest,
+    _SAVE: pb.SaveCheckpointRequest,
 }
 _STOPS = (
     errors.ClientSuperseded,
@@ -50,6 +51,8 @@ _STOPS = (
     errors.MessageTooLarge,
 )
 """Refusals that the next examples would get as well."""
+_UNREAD = (errors.MessageTooLarge, errors.InvalidArgument)
+"""Errors with which a whole message is turned away."""
 _log = get_logger(__name__)
 
 
@@ -273,7 +276,7 @@ class Learner:
             version = error.metadata.get("version", "")  # A version that the error names exists nevertheless.
             newest = int(version) if version.isdecimal() else model.version
             await self._store.answered(model, command, version=newest)
-        elif command.kind == _FORWARD_BACKWARD and is_unread(error):
+        elif command.kind == _FORWARD_BACKWARD and isinstance(error, _UNREAD) and error.fate is Fate.TURNED_AWAY:
             await self._unread(model, command, problem)
         elif isinstance(error, _STOPS) and command.kind != _SAVE:
             # A refused ForwardBackward changed nothing. A refused step leaves its gradient in the run, if that exists.
@@ -296,18 +299,15 @@ class Learner:
             self._most_bytes = min(self._most_bytes, size // 2)  # So the next batch has fewer of these examples.
 
     async def _until_answered(self, command: Command) -> Message | errors.PacelineError:
-        request_type, reply_type = _KINDS[command.kind]
-        request, pause = request_type.FromString(command.request), _FIRST_PAUSE
-        failure = ""
+        """Send a command until it is answered, or turned away for good; return its reply or the error."""
+        request, pause = _KINDS[command.kind].FromString(command.request), _FIRST_PAUSE
         while True:
             self._asked = (command.kind, monotonic())
             try:
-                answer = await self._services.call(self._known.tenant, request, reply_type, seconds=_SECONDS)
+                answer: Message = await self._services.execute(self._known.tenant, request, seconds=_SECONDS)
             except errors.PacelineError as error:
-                # A failure that nobody foresaw has an id; the same one again is the answer that the trainer keeps.
-                earlier, failure = failure, error.error_id if isinstance(error, errors.Internal) else ""
-                is_first = failure not in {"", earlier}
-                if not (is_first or errors.is_outcome_unknown(error) or errors.is_not_accepted(error)):
+                is_full = is_retryable(error) or isinstance(error, errors.Denied)
+                if error.fate is Fate.ANSWERED or (error.fate is Fate.TURNED_AWAY and not is_full):
                     self._late = ""
                     return error
                 self._late = str(error)

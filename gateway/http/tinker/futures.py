@@ -23,6 +23,7 @@ from gateway.http.tinker.store import Store, StoredFuture
 from paceline import errors
 from paceline.background import Background
 from paceline.client.retry import is_retryable
+from paceline.errors import Fate
 from paceline.log import get_logger
 from paceline.requests.bodies import decoded
 from paceline.requests.waiting_bytes import WaitingBytes
@@ -88,6 +89,21 @@ class Work:
     """Ends when the request is stored; None for work that an earlier gateway stored."""
 
 
+@dataclass(slots=True)
+class Posted(Generic[T]):
+    """A request of work in flight. Whoever has it done for good lets it go, since it may be large."""
+
+    request: T
+    is_let_go: bool = False
+    on_let_go: Callable[[], None] = lambda: None
+
+    def let_go(self) -> None:
+        """Keep the request no longer: the work cannot be lost, and is not sent again."""
+        del self.request
+        self.is_let_go = True
+        self.on_let_go()
+
+
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
     """A kind of work: how its request is serialized and parsed, and how it is run."""
@@ -95,7 +111,7 @@ class Kind(Generic[T]):
     name: str
     dump: Callable[[T], bytes]
     load: Callable[[bytes], T]
-    run: Callable[[str, T], Awaitable[Result]]
+    run: Callable[[str, Posted[T]], Awaitable[Result]]
     """Called with the tenant and the request."""
 
 
@@ -270,16 +286,22 @@ class Futures:
     def _begin(self, work: Work, request: Any) -> None:
         self._works[work.request_id] = work
         self._waiting_bytes.add(work.tenant, work.size)
-        work.task = asyncio.create_task(self._run(work, request))
+        posted = Posted(request, on_let_go=lambda: self._uncount(work))
+        work.task = asyncio.create_task(self._run(work, posted))
 
-    async def _run(self, work: Work, request: Any) -> None:
+    def _uncount(self, work: Work) -> None:
+        """Count the bytes of work no longer."""
+        self._waiting_bytes.remove(work.tenant, work.size)
+        work.size = 0
+
+    async def _run(self, work: Work, posted: Posted[Any]) -> None:
         kind, failures, gap, since = self._kinds[work.kind], 0, "", 0.0
         while True:
             try:
-                result = await kind.run(work.tenant, request)
+                result = await kind.run(work.tenant, posted)
                 break
             except errors.PacelineError as error:
-                if not (is_retryable(error) or isinstance(error, errors.TimedOut)):
+                if posted.is_let_go or not _may_succeed_later(error):
                     result = Result.of_error(error)
                     break
                 if isinstance(error, errors.SeqIdGap):
@@ -320,7 +342,7 @@ class Futures:
         if work.task is not None:
             work.task.cancel()
         if not work.result.done():
-            self._waiting_bytes.remove(work.tenant, work.size)
+            self._uncount(work)
             work.result.set_result(Result.of_error(StateUnusable("the request could not be stored; post it again")))
 
     async def _end(self, work: Work) -> None:
@@ -335,7 +357,7 @@ class Futures:
             return
         work.result.set_result(result)
         if work.task is not None:
-            self._waiting_bytes.remove(work.tenant, work.size)
+            self._uncount(work)
         # Otherwise no client asks for the completions of the sampler.
         if work.kind == "sample" and (done := self._completions.get((work.tenant, *_clone_of(work.request_id)))):
             done.add(work.request_id, result)
@@ -358,6 +380,13 @@ class Futures:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _MAX_DELAY)
         asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._forget, work)
+
+
+def _may_succeed_later(error: errors.PacelineError) -> bool:
+    """Return whether the same work may succeed when it is tried again."""
+    if error.fate is Fate.ANSWERED:
+        return False
+    return is_retryable(error) or error.fate is Fate.UNKNOWN or isinstance(error, errors.TimedOut | errors.SeqIdGap)
 
 
 def _never_posted(missing: str) -> errors.SeqIdGap:

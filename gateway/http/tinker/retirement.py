@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -17,13 +16,15 @@ from paceline import codec, errors
 from paceline.background import Background
 from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import Run, RunState
+from paceline.types import CommandState, Run, RunState
 
 NAME = "session-end"
 """How the name of the state checkpoint begins that a run with unsaved steps leaves."""
 KEPT_SECONDS = 7 * 86_400
 """How long that checkpoint is kept."""
 _SECONDS = 600.0
+_WAIT_SECONDS = 590.0
+"""How long the commands that the session left may take; less than the call."""
 _log = get_logger(__name__)
 
 
@@ -89,28 +90,28 @@ class Retirement:
 
         Other clients of the run are superseded, so that none adds to it meanwhile.
         """
-        request = pb.AttachRunRequest(run_id=model.run_id, request_id=uuid4().hex)
-        attached = await self._services.call(model.tenant, request, pb.AttachRunResponse)
-        seq_id = attached.run.last_seq_id + 1
-        more: dict[str, Any] = {"run_id": model.run_id, "attachment": attached.attachment}
-        if seq_id > 1:
-            # An empty batch is refused at its turn: when all that was accepted before it has been executed.
-            mark = pb.ForwardBackwardRequest(seq_id=seq_id, **more)
-            with suppress(errors.InvalidArgument):
-                await self._services.call(model.tenant, mark, pb.ForwardBackwardResponse, seconds=_SECONDS)
-        reply = await self._services.call(model.tenant, pb.GetRunRequest(run_id=model.run_id), pb.GetRunResponse)
-        run = codec.run_from_proto(reply.run)
+        request = pb.AttachRunRequest(
+            run_id=model.run_id,
+            request_id=uuid4().hex,
+            outstanding=pb.OUTSTANDING_POLICY_WAIT,
+            wait_seconds=_WAIT_SECONDS,
+        )
+        attached = await self._services.call(model.tenant, request, pb.AttachRunResponse, seconds=_SECONDS)
+        if any(not CommandState(status.state).has_ended for status in attached.outstanding):
+            raise errors.TimedOut("the commands of its last client have not ended")
+        run = codec.run_from_proto(attached.run)
         if run.state is RunState.LOST or not run.step or await self._is_saved(model, run):
             return ""
         save = pb.SaveCheckpointRequest(
+            run_id=model.run_id,
             seq_id=run.last_seq_id + 1,
+            attachment=attached.attachment,
             name=f"{NAME}-{run.last_seq_id + 1}",
             kind=pb.CHECKPOINT_KIND_STATE,
             ttl_seconds=KEPT_SECONDS,
-            **more,
         )
-        made = await self._services.call(model.tenant, save, pb.SaveCheckpointResponse, seconds=_SECONDS)
-        return made.checkpoint.path
+        made = await self._services.execute(model.tenant, save, seconds=_SECONDS)
+        return str(made.checkpoint.path)
 
     async def _is_saved(self, model: Model, run: Run) -> bool:
         """Return whether the run's newest state checkpoint has all of its steps, for sure."""

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from gateway.http.json_bodies import Integers, Objects, Texts, without_nulls
 from gateway.http.services import Services
 from gateway.http.tinker import tensors
-from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
+from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Posted, Result
 from gateway.http.tinker.names import Aliases
 from gateway.http.tinker.store import Sampler, Store
 from gateway.http.tinker.training import Body
@@ -131,7 +131,8 @@ class Sampling:
         params = request.sampling_params.model_copy(update={"seed": int.from_bytes(drawn[:8], "little") % _MAX_SEED})
         return request.model_copy(update={"sampling_params": params})
 
-    async def _sample(self, tenant: str, request: Asample) -> Result:
+    async def _sample(self, tenant: str, posted: Posted[Asample]) -> Result:
+        request = posted.request
         for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if getattr(request, name):
                 raise errors.Unsupported("is not served; leave it out", field=name)

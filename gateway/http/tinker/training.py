@@ -11,12 +11,11 @@ from functools import partial
 from time import time
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.http.services import Services
 from gateway.http.tinker import tensors
-from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Result
+from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Posted, Result
 from gateway.http.tinker.names import Aliases, Names, external_name, model_of
 from gateway.http.tinker.retirement import Retirement
 from gateway.http.tinker.store import Sampler, Store
@@ -24,7 +23,7 @@ from gateway.http.tinker.tidying import Tidying
 from paceline import codec, errors
 from paceline.background import Background, uninterrupted
 from paceline.client.batching import sendable
-from paceline.client.retry import is_unread
+from paceline.errors import Fate
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.requests.bodies import decoded
@@ -40,7 +39,6 @@ MAX_NUMBER = 10**15 - 2
 MAX_NAME = 1024
 """Most characters of a model's name or path: they are kept."""
 Request = TypeVar("Request", bound=BaseModel)
-Reply = TypeVar("Reply", bound=Message)
 _SERVED_LOSSES = "cross_entropy, importance_sampling, ppo, cispo, dro, gspo and grpo are"
 _UNSERVED_LOSSES = {
     "stable_reinforce": f"stable_reinforce is not served, since its formula is not public; {_SERVED_LOSSES}",
@@ -185,7 +183,10 @@ class Training:
             def dump(request: Request) -> bytes:
                 return request.model_dump_json(by_alias=True).encode()
 
-            return futures.add(Kind(name, dump, body.model_validate_json, run))
+            async def run_posted(tenant: str, posted: Posted[Request]) -> Result:
+                return await run(tenant, posted.request)
+
+            return futures.add(Kind(name, dump, body.model_validate_json, run_posted))
 
         self.create_model = kind("create_model", CreateModel, self._create_model)
         self.load_weights = kind("load_weights", LoadWeights, self._load_weights)
@@ -216,7 +217,7 @@ class Training:
             return await self._create_from(tenant, request)
         make = partial(self._load_request, tenant, request)
         await self._store.reload_model(request.model_id)
-        await self._send(tenant, request.model_id, request.seq_id or 1, make, pb.LoadCheckpointResponse)
+        await self._send(tenant, request.model_id, request.seq_id or 1, make)
         return Result.of({"path": request.path, "model_id": request.model_id, "type": "load_weights"})
 
     async def _create_from(self, tenant: str, request: LoadWeights) -> Result:
@@ -232,7 +233,7 @@ class Training:
         model_id = model_id_of(session_id, request.model_seq_id or 0)
         base_model = request.base_model or (origin.base_model if origin else "")
         load.run_id = await self._make_model(tenant, model_id, session_id, base_model, like, first_seq_id=2)
-        await self._services.call(tenant, load, pb.LoadCheckpointResponse, seconds=_SECONDS)
+        await self._services.execute(tenant, load, seconds=_SECONDS)
         return Result.of({"path": request.path, "model_id": model_id, "type": "load_weights"})
 
     def _load_request(self, tenant: str, request: LoadWeights, run_id: str, seq_id: int) -> pb.LoadCheckpointRequest:
@@ -243,13 +244,19 @@ class Training:
         path = self._names.checkpoint(tenant, request.path)
         return pb.LoadCheckpointRequest(run_id=run_id, seq_id=seq_id, path=str(path), with_optimizer=request.optimizer)
 
-    async def _forward_backward(self, tenant: str, request: tinker_pb2.ForwardBackwardRequest) -> Result:
+    async def _forward_backward(self, tenant: str, posted: Posted[tinker_pb2.ForwardBackwardRequest]) -> Result:
         def make(run_id: str, seq_id: int) -> pb.ForwardBackwardRequest:
-            if (refusal := _UNSERVED_LOSSES.get(request.loss_fn)) is not None:
+            if (refusal := _UNSERVED_LOSSES.get(posted.request.loss_fn)) is not None:
                 raise errors.UnknownLoss(refusal, field="loss_fn")
-            return tensors.forward_backward_request(request, run_id, seq_id)
+            return tensors.forward_backward_request(posted.request, run_id, seq_id)
 
-        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.ForwardBackwardResponse)
+        model_id, seq_id = posted.request.model_id, posted.request.seq_id
+
+        async def in_thread(run_id: str, seq_id: int) -> pb.ForwardBackwardRequest:
+            """Convert it in a thread: it may take a while, and must not delay other requests."""
+            return await asyncio.to_thread(make, run_id, seq_id)
+
+        reply = await self._send(tenant, model_id, seq_id, in_thread, accepted=posted.let_go)
         output = await decoded(reply.ByteSize(), tensors.forward_backward_output, reply)
         return Result(PROTOBUF, output)
 
@@ -262,7 +269,7 @@ class Training:
                 run_id=run_id, seq_id=seq_id, adamw=pb.AdamwParams(**adam.model_dump(exclude_none=True))
             )
 
-        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.OptimStepResponse)
+        reply = await self._send(tenant, request.model_id, request.seq_id, make)
         names = ("step", "grad_norm", "learning_rate", "tokens", "milliseconds")
         # Prefixed, because recipes log them beside their own metrics, one of which is `step`.
         metrics = {f"optim/{name}": float(getattr(reply, name)) for name in names}
@@ -275,8 +282,7 @@ class Training:
     async def _save_for_sampler(self, tenant: str, request: SaveForSampler) -> Result:
         if request.path is not None or request.sampling_session_seq_id is None:
             return await self._save(tenant, request, pb.CHECKPOINT_KIND_SAMPLER, "save_weights_for_sampler")
-        publish, reply_type = pb.PublishWeightsRequest, pb.PublishWeightsResponse
-        reply = await self._send(tenant, request.model_id, request.seq_id, publish, reply_type)
+        reply = await self._send(tenant, request.model_id, request.seq_id, pb.PublishWeightsRequest)
         model = self._names.model(tenant, request.model_id)
         sampler_id = sampler_id_of(model.session_id, request.sampling_session_seq_id)
         # "inflight" allows any version that is not older.
@@ -302,7 +308,7 @@ class Training:
                 overwrite=request.overwrite,
             )
 
-        reply = await self._send(tenant, request.model_id, request.seq_id, make, pb.SaveCheckpointResponse)
+        reply = await self._send(tenant, request.model_id, request.seq_id, make)
         saved = codec.checkpoint_from_proto(reply.checkpoint)
         if request.user_metadata:
             rows = await self._store.keep_checkpoint_metadata(saved, tenant, request.user_metadata)
@@ -311,35 +317,43 @@ class Training:
         return Result.of({"path": path, "size_bytes": saved.size_bytes, "type": type_name})
 
     async def _send(
-        self, tenant: str, model_id: str, seq_id: int, make: Callable[..., Message], reply: type[Reply]
-    ) -> Reply:
-        """Send a command of a model's run, made with its run_id and seq_id.
+        self,
+        tenant: str,
+        model_id: str,
+        seq_id: int,
+        make: Callable[..., Any],
+        accepted: Callable[[], None] | None = None,
+    ) -> Any:
+        """Send a command of a model's run, made with its run_id and seq_id, and return its reply.
 
-        If `make` refuses it, or it is refused unread, send one that the trainer refuses instead: otherwise the commands
-        after it would wait for its seq_id. Raises SeqIdGap, whose metadata names the missing command by its number in
-        the model.
+        If `make` refuses it, or it is turned away unread, send one that the trainer refuses instead: otherwise the
+        commands after it would wait for its seq_id. Raises SeqIdGap, whose metadata names the missing command by its
+        number in the model. `accepted` is called once the command is durable.
         """
         model = self._names.model(tenant, model_id)
         place: Any = {"run_id": model.run_id, "seq_id": model.first_seq_id + seq_id - 1}
         is_made = False
         try:
             with sendable("request"):
-                # A batch is converted in a thread: it may take a while, and must not delay other requests.
-                is_batch = reply is pb.ForwardBackwardResponse
-                message = await asyncio.to_thread(make, **place) if is_batch else make(**place)
+                message = make(**place)
+                if isinstance(message, Awaitable):
+                    message = await message
             if (size := message.ByteSize()) > self._max_message_bytes:
                 raise errors.MessageTooLarge(f"is {size} bytes; at most {self._max_message_bytes} are accepted")
             is_made = True
-            return await self._services.call(tenant, message, reply, seconds=_SECONDS)
+            executing = self._services.execute(tenant, message, seconds=_SECONDS, accepted=accepted)
+            del message  # which may be large
+            return await executing
         except errors.SeqIdGap as gap:
             if "missing" in gap.metadata:
                 gap.metadata["missing"] = str(int(gap.metadata["missing"]) - model.first_seq_id + 1)
             raise
         except errors.PacelineError as error:
-            if not is_made or is_unread(error):
+            is_unread = isinstance(error, errors.InvalidArgument | errors.MessageTooLarge)
+            if not is_made or (is_unread and error.fate is Fate.TURNED_AWAY):
                 refused = pb.ForwardBackwardRequest(**place)
                 with suppress(errors.InvalidArgument, errors.SeqIdReused):
-                    await self._services.call(tenant, refused, pb.ForwardBackwardResponse, seconds=_SECONDS)
+                    await self._services.execute(tenant, refused, seconds=_SECONDS)
             raise
 
     async def _unload_model(self, tenant: str, request: OfModel) -> Result:

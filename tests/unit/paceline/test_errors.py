@@ -27,27 +27,6 @@ def test_every_class_has_a_status_code(cls):
     assert status_code(cls("wrong")).value[0] == cls.code
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (errors.EngineUnavailable("starting"), "unknown"),
-        (errors.TimedOut("late"), "unknown"),
-        (errors.Cancelled("closed"), "unknown"),
-        (errors.Internal("the stream was reset"), "unknown"),
-        (errors.InvalidApiKey("is not known"), "not accepted"),
-        (errors.Overloaded("full"), "not accepted"),
-        (errors.DiskFull("no room in the journal", retry_after=1.0), "not accepted"),
-        (errors.DiskFull("no room for a checkpoint"), "answer"),
-        (errors.Internal.unforeseen(), "answer"),
-        (errors.AckTimeout("the version exists"), "answer"),
-        (errors.NoGradient("none"), "answer"),
-    ],
-)
-def test_an_error_tells_whether_its_command_was_answered(error, told):
-    found = {"unknown": errors.is_outcome_unknown(error), "not accepted": errors.is_not_accepted(error)}
-    assert [name for name, holds in found.items() if holds] == [told] * (told != "answer")
-
-
 @settings(deadline=None)
 @given(
     st.sampled_from(sorted(CATALOG)),

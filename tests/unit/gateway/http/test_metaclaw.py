@@ -7,6 +7,7 @@ import json
 
 import pytest
 from fastapi import FastAPI
+from support.fates import with_fates
 
 from gateway.http.edge import most_parts
 from gateway.http.metaclaw import sessions
@@ -40,6 +41,10 @@ class Trainer:
         self.answers = asyncio.Event()
         """Set while commands are answered."""
         self.answers.set()
+
+    async def execute(self, tenant, command, **_):
+        reply = getattr(pb, type(command).__name__.replace("Request", "Response"))
+        return await with_fates(self.call(tenant, command, reply), (errors.OutOfRange, errors.SeqIdReused))
 
     async def call(self, tenant, request, reply, **_):
         await asyncio.sleep(0)
@@ -100,7 +105,7 @@ def only(session, reply):
 
 @pytest.fixture
 def step(api):
-    return lambda run_id, rate=1.0: api._sessions.send("tenant", run_id, [(make(rate), pb.OptimStepResponse)], only)
+    return lambda run_id, rate=1.0: api._sessions.send("tenant", run_id, [make(rate)], only)
 
 
 async def test_the_first_requests_attach_once(trainer, step):
@@ -170,7 +175,7 @@ async def test_a_request_that_was_refused_before_it_arrived_is_not_sent_for_anot
 
 
 async def test_of_a_request_with_two_commands_only_the_one_without_an_answer_is_sent_again(trainer, api, step):
-    commands = [(make(rate), pb.OptimStepResponse) for rate in (0.1, 0.2)]
+    commands = [make(rate) for rate in (0.1, 0.2)]
     await step(RUN)
 
     def send():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
+from support.fates import with_fates
 from support.patience import PATIENCE
 
 from gateway.http.apis import make_app
@@ -45,8 +46,6 @@ class Trainer:
 
     async def call(self, tenant, request, reply, **_):
         await asyncio.sleep(0)
-        if request.ByteSize() > self.most_bytes and isinstance(request, pb.ForwardBackwardRequest):
-            raise errors.MessageTooLarge("Received message larger than max")
         if isinstance(request, pb.RenderConversationsRequest):
             found = pb.RenderConversationsResponse()
             for index, conversation in enumerate(request.conversations):
@@ -68,9 +67,17 @@ class Trainer:
         if isinstance(request, pb.AttachRunRequest):
             run = {"run_id": request.run_id, "last_seq_id": self.runs[request.run_id], "latest_version": 1}
             return pb.AttachRunResponse(attachment=1, run=run)
-        return await self._execute(request, reply)
+        raise AssertionError(f"{type(request).__name__} is no command")
 
-    async def _execute(self, request, reply):
+    async def execute(self, tenant, command, **_):
+        return await with_fates(self._execute(command))
+
+    async def _execute(self, request):
+        await asyncio.sleep(0)
+        if request.ByteSize() > self.most_bytes and isinstance(request, pb.ForwardBackwardRequest):
+            raise errors.MessageTooLarge("Received message larger than max")
+        if request.run_id not in self.runs:
+            raise errors.RunNotFound("no such run")
         if request.seq_id != self.runs[request.run_id] + 1:
             raise errors.SeqIdGap("earlier commands are missing")
         self.runs[request.run_id] += 1

@@ -8,9 +8,9 @@ from gateway.http.online import learner as learner_module
 from gateway.http.online.learner import Learner
 from gateway.http.online.store import Command
 from paceline import errors
+from paceline.errors import Fate
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
-KEPT = errors.Internal("the publish failed", metadata={"error_id": "kept"})
 STEP = Command(5, "optim_step", 4, pb.OptimStepRequest(run_id="run", seq_id=5).SerializeToString())
 
 
@@ -20,7 +20,7 @@ class Services:
     def __init__(self, *answers):
         self._answers = list(answers)
 
-    async def call(self, tenant, request, reply, *, seconds):
+    async def execute(self, tenant, command, *, seconds):
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, errors.PacelineError):
             raise answer
@@ -33,10 +33,27 @@ async def answer_to(monkeypatch, *answers):
     return await learner._until_answered(STEP)
 
 
-async def test_a_failure_that_nobody_foresaw_is_an_answer_once_it_is_given_again(monkeypatch):
-    assert await answer_to(monkeypatch, errors.EngineUnavailable("restarting"), KEPT) is KEPT
+def failed(error, fate):
+    error.fate = fate
+    return error
+
+
+async def test_a_refusal_ends_the_command_whatever_its_error(monkeypatch):
+    kept = failed(errors.Internal.unforeseen(), Fate.ANSWERED)
+    assert await answer_to(monkeypatch, failed(errors.ShuttingDown("stops"), Fate.UNKNOWN), kept) is kept
 
 
 async def test_failures_on_the_way_are_not_answers(monkeypatch):
     done = pb.OptimStepResponse(step=1)
-    assert await answer_to(monkeypatch, errors.Internal.unforeseen(), errors.Internal.unforeseen(), done) is done
+    troubles = [
+        failed(errors.Internal.unforeseen(), Fate.UNKNOWN),
+        failed(errors.Overloaded("full"), Fate.TURNED_AWAY),
+        failed(errors.InvalidApiKey("is not known"), Fate.TURNED_AWAY),
+        failed(errors.RunNotFound("of a call that follows"), Fate.UNKNOWN),
+    ]
+    assert await answer_to(monkeypatch, *troubles, done) is done
+
+
+async def test_a_command_that_is_turned_away_for_good_ends(monkeypatch):
+    lost = failed(errors.RunStateLost("load"), Fate.TURNED_AWAY)
+    assert await answer_to(monkeypatch, lost) is lost

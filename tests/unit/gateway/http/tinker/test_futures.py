@@ -35,10 +35,10 @@ async def futures(store):
 async def test_a_first_poll_tells_of_results_that_are_not_stored_yet(store, futures):
     first, second, may_end, disk_is_ready = f"{SAMPLER}:1", f"{SAMPLER}:2", asyncio.Event(), Event()
 
-    async def sample(tenant, request):
-        if request == second:
+    async def sample(tenant, posted):
+        if posted.request == second:
             await may_end.wait()
-        return Result.of({"text": request})
+        return Result.of({"text": posted.request})
 
     kind = Kind("sample", str.encode, bytes.decode, sample)
     futures.add(kind)

@@ -29,22 +29,19 @@ class Trainer:
     async def call(self, tenant, request, reply, **_):
         self.sent.append(type(request).__name__.removesuffix("Request"))
         if reply is pb.AttachRunResponse:
+            assert request.outstanding == pb.OUTSTANDING_POLICY_WAIT
             return reply(run=self.run, attachment=1)
-        if reply is pb.ForwardBackwardResponse:
-            self.run.last_seq_id = request.seq_id
-            raise errors.EmptyBatch("no data", field="data")
-        if reply is pb.GetRunResponse:
-            return reply(run=self.run)
         if reply is pb.ListCheckpointsResponse:
             return reply(checkpoints=self.checkpoints)
-        if reply is pb.SaveCheckpointResponse:
-            if self.failure is not None:
-                raise self.failure
-            assert (request.seq_id, request.ttl_seconds) == (self.run.last_seq_id + 1, 7 * 86_400)
-            return reply(checkpoint=self._save(request.name, self.run.step))
         assert reply is pb.DeleteRunResponse
         self.is_deleted.set()
         return reply()
+
+    async def execute(self, tenant, command, **_):
+        if self.failure is not None:
+            raise self.failure
+        assert (command.seq_id, command.ttl_seconds) == (self.run.last_seq_id + 1, 7 * 86_400)
+        return pb.SaveCheckpointResponse(checkpoint=self._save(command.name, self.run.step))
 
     def _save(self, name, step):
         kind = pb.CHECKPOINT_KIND_STATE
@@ -71,9 +68,9 @@ async def add_model(store, *, is_over=True, reloaded=False):
     [
         (0, 0, False, []),
         (3, 3, False, ["mine"]),
-        (3, 0, False, ["session-end-7"]),
-        (3, 2, False, ["session-end-7", "mine"]),
-        (3, 3, True, ["session-end-7", "mine"]),  # step 3 may have been taken again, from another checkpoint
+        (3, 0, False, ["session-end-6"]),
+        (3, 2, False, ["session-end-6", "mine"]),
+        (3, 3, True, ["session-end-6", "mine"]),  # step 3 may have been taken again, from another checkpoint
     ],
 )
 async def test_steps_that_no_checkpoint_has_are_saved_before_the_run_is_deleted(store, step, saved, reloaded, names):
@@ -109,7 +106,7 @@ async def test_runs_of_sessions_that_are_over_go_without_anybodys_help(store):
     retirement = Retirement(trainer, store)
     retirement.wake()
     await asyncio.wait_for(trainer.is_deleted.wait(), PATIENCE)
-    assert [checkpoint.name for checkpoint in trainer.checkpoints] == ["session-end-7"]
+    assert [checkpoint.name for checkpoint in trainer.checkpoints] == ["session-end-6"]
     await retirement.make_room("tenant")  # waits for what is in progress
     assert store.model("m").ended is not None
     await retirement.close()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 
 import pytest
+from support.fates import turned_away
 from support.patience import PATIENCE
 
 from gateway.http.tinker import futures as futures_module
-from gateway.http.tinker.futures import Futures
+from gateway.http.tinker.futures import Futures, Posted, Work
 from gateway.http.tinker.names import Aliases, Names
 from gateway.http.tinker.retirement import Retirement
 from gateway.http.tinker.store import Model, Store
@@ -20,6 +22,7 @@ from paceline import errors
 from paceline.layout import new_run_id
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.tinker.v1 import tinker_pb2
+from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 
 @pytest.fixture
@@ -73,9 +76,9 @@ class Refusing:
     def __init__(self):
         self.got = []
 
-    async def call(self, tenant, request, reply, **_):
-        self.got.append(request)
-        raise errors.OutOfRange("too many fields") if request.loss_fn else errors.EmptyBatch("no data", field="data")
+    async def execute(self, tenant, command, **_):
+        self.got.append(command)
+        raise turned_away(errors.OutOfRange("too many fields")) if command.loss_fn else errors.EmptyBatch("no data")
 
 
 async def test_a_batch_that_is_refused_unread_uses_up_its_seq_id(futures):
@@ -86,7 +89,7 @@ async def test_a_batch_that_is_refused_unread_uses_up_its_seq_id(futures):
     await store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
     batch = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
     with pytest.raises(errors.OutOfRange):
-        await training.forward_backward.run("tenant", batch)
+        await training.forward_backward.run("tenant", Posted(batch))
     assert [(request.seq_id, request.loss_fn) for request in trainer.got] == [(7, "ppo"), (7, "")]
 
 
@@ -125,15 +128,16 @@ class Ordered:
         self.done, self.go = 1, asyncio.Event()
         self.refused_twice, self._refusals = asyncio.Event(), 0
 
-    async def call(self, tenant, request, reply, **_):
-        if request.seq_id > self.done + 1:
+    async def execute(self, tenant, command, **_):
+        if command.seq_id > self.done + 1:
             self._refusals += 1
             if self._refusals == 2:
                 self.refused_twice.set()
-            raise errors.SeqIdGap("send it", field="seq_id", metadata={"missing": str(self.done + 1)})
+            missing = {"missing": str(self.done + 1)}
+            raise turned_away(errors.SeqIdGap("send it", field="seq_id", metadata=missing))
         await self.go.wait()
-        self.done = request.seq_id
-        return reply()
+        self.done = command.seq_id
+        return pb.OptimStepResponse()
 
 
 @pytest.fixture
@@ -171,3 +175,39 @@ async def test_a_command_behind_one_that_is_posted_waits_for_it(futures, ordered
     trainer.go.set()
     result = await futures.result("tenant", "s:train:0:2", PATIENCE)
     assert json.loads(result.body)["type"] == "optim_step"
+
+
+class Accepting:
+    """A trainer that has each command durable at once, and answers it when it is let go."""
+
+    def __init__(self):
+        self.accepted, self.go = asyncio.Event(), asyncio.Event()
+
+    async def execute(self, tenant, command, *, accepted, **_):
+        del command
+        accepted()
+        self.accepted.set()
+        await self.go.wait()
+        return pb.ForwardBackwardResponse()
+
+
+async def test_a_batch_is_kept_and_counted_until_the_trainer_has_it(futures):
+    store, trainer = futures._store, Accepting()
+    training = Training(
+        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
+    )
+    await store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
+    batch = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
+    await futures.post(training.forward_backward, "m:1", "tenant", "s", batch)
+    del batch
+    with futures.counted("tenant", 0):
+        await asyncio.wait_for(trainer.accepted.wait(), PATIENCE)
+    gc.collect()
+    assert not [
+        one for one in gc.get_objects() if isinstance(one, tinker_pb2.ForwardBackwardRequest) and one.model_id == "m"
+    ]
+    assert futures._waiting_bytes.used("tenant") == 0
+    trainer.go.set()
+    assert not isinstance(await futures.result("tenant", "m:1", PATIENCE), Work)
+    assert futures._waiting_bytes.used("tenant") == 0
+    await futures.close()
