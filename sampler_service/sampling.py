@@ -28,7 +28,7 @@ from sampler_service.engine.protocol import (
 )
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.openai_sampling import named_as_sent
-from sampler_service.scheduling.admission import Admission, Demand
+from sampler_service.scheduling.admission import Admission, Usage
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.stores.base import Lease, Versions
 from sampler_service.validation import (
@@ -109,7 +109,7 @@ class Sampler:
         if len(tokens) < 2:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
         self._check_agreement(ref, tenant)
-        with self._admission.admit(tenant, Demand(1, len(tokens)), self._engine.num_running()):
+        with self._admission.admit(tenant, Usage(1, len(tokens)), self._engine.num_running()):
             async with self._registry.lease(ref, tenant) as lease, self._queue.places(tenant, 1) as places:
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant, places.priority)
                 _check_current(lease)
@@ -127,8 +127,8 @@ class Sampler:
 
             @asynccontextmanager
             async def place(prompt: int, completions: int, each: int) -> AsyncIterator[int]:
-                demand = Demand(completions, prompt + completions * each)
-                with self._admission.admit(tenant, demand, self._engine.num_running()):
+                usage = Usage(completions, prompt + completions * each)
+                with self._admission.admit(tenant, usage, self._engine.num_running()):
                     async with self._queue.places(tenant, completions) as places:
                         yield places.priority
 
@@ -168,8 +168,8 @@ class Sampler:
         # If sampling is greedy, all samples are the same: one is computed.
         computed, prompt = request.num_samples if request.params.temperature > 0 else 1, len(request.prompt)
         each = request.params.max_tokens or self._limits.model.max_context_length - prompt
-        demand = Demand(computed, prompt + computed * each)
-        with self._admission.admit(tenant, demand, self._engine.num_running()):
+        usage = Usage(computed, prompt + computed * each)
+        with self._admission.admit(tenant, usage, self._engine.num_running()):
             await self._engine.check_constraint(request.params, partial(self._checks.places, tenant, 1))
             async with (
                 self._registry.lease(request.ref, tenant) as lease,

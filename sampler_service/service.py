@@ -29,7 +29,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.recovery import EngineKeeper
 from sampler_service.rpc.servicer import SamplerServicer
 from sampler_service.sampling import Sampler
-from sampler_service.scheduling.admission import Admission, Room
+from sampler_service.scheduling.admission import Admission, ResourceLimits
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.settings import SamplerSettings
 from sampler_service.stores.adapters import RegistryLimits, VersionRegistry
@@ -208,8 +208,8 @@ class SamplerService:
         settings = self._settings
         limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs, settings.max_unread_tokens)
         admission = Admission(
-            Room(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
-            Room(settings.max_waiting_tokens, settings.max_tokens_per_tenant, "max_tokens_per_tenant"),
+            ResourceLimits(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
+            ResourceLimits(settings.max_waiting_tokens, settings.max_tokens_per_tenant, "max_tokens_per_tenant"),
         )
         queue = TenantQueue(_AHEAD * settings.max_num_seqs, first_at_once=True)
         self._metrics.completions_waiting.set_function(lambda: queue.waiting)

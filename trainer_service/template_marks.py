@@ -36,7 +36,7 @@ class _Mark:
 
 
 @dataclass(slots=True)
-class _Results:
+class _AnsweredCalls:
     """The calls of an assistant's message, and how many of them have results."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class _Marker:
             return None
         return [self._tool(tool["function"], f"tools[{index}]") for index, tool in enumerate(tools)]
 
-    def message(self, index: int, message: Message, results: _Results) -> Message:
+    def message(self, index: int, message: Message, results: _AnsweredCalls) -> Message:
         self._message, field = index, f"messages[{index}]"
         marked = {**message, "content": self._content(message, f"{field}.content")}
         if message.get("reasoning"):
@@ -194,10 +194,10 @@ def mark(messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> Mar
     The ids of calls and their results only connect the two: a template that writes none keeps the connection if results
     come in the order of their calls. The same goes for the name of a result.
     """
-    marker, results, marked = _Marker(), _Results(), list[Message]()
+    marker, results, marked = _Marker(), _AnsweredCalls(), list[Message]()
     marked_tools = marker.tools(tools)
     for index, message in enumerate(messages):
         if message.get("tool_calls"):
-            results = _Results(message["tool_calls"])
+            results = _AnsweredCalls(message["tool_calls"])
         marked.append(marker.message(index, message, results))
     return MarkedConversation(marked, marked_tools, marker.marks)

@@ -45,7 +45,7 @@ class _Format(msgspec.Struct, frozen=True):
     format: int
 
 
-class _Volume(msgspec.Struct, frozen=True):
+class _VolumeContent(msgspec.Struct, frozen=True):
     """The content of volume.json, which is empty: only the file's format matters."""
 
 
@@ -105,13 +105,13 @@ def declare_format(root: Path) -> None:
     path = root / _VOLUME_FILE
     if path.exists():
         try:
-            decode_checked(read_own(path), _Volume, _VOLUME_FILE)
+            decode_checked(read_own(path), _VolumeContent, _VOLUME_FILE)
         except DamagedFileError as error:
             aside = layout.quarantine(path).name
             _log.error("the volume's file is damaged and set aside", aside=aside, error=str(error))
         else:
             return
-    write_checked(path, _Volume())
+    write_checked(path, _VolumeContent())
 
 
 def read_run_file(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from make_model import default_directory, make_model
 from bench.budgets import budget
 from bench.random_models import make_random_model
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
-from trainer_service.engine.microbatch.job import Batch
+from trainer_service.engine.microbatch.job import Datums
 from trainer_service.engine.microbatch.scheduler import Scheduler
 from trainer_service.engine.peft_engine import PeftEngine
 from trainer_service.engine.worker import keep_freed_memory
@@ -48,7 +48,7 @@ class Demand:
 
     def __init__(self, run_id: str, data: Sequence[Datum]) -> None:
         self.run_id = run_id
-        self.waiting = Batch(data, ()).segments()
+        self.waiting = Datums(data, ()).segments()
 
 
 def draw(rng: np.random.Generator, sequences: int, tokens: int, vocab_size: int) -> list[Datum]:

@@ -47,7 +47,7 @@ class Database:
             except (sqlite3.Error, OSError) as error:
                 raise trouble_of(path, error) or error from error
             undo.pop_all()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_DatabaseJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=path.stem, daemon=True)
         self._thread.start()
 
@@ -78,7 +78,7 @@ class Database:
         if self._is_closed:
             raise StateUnusable(f"{self._path} is closed; send the request again")
         loop = asyncio.get_running_loop()
-        job = _Job(work, loop, loop.create_future())
+        job = _DatabaseJob(work, loop, loop.create_future())
         self._jobs.put(job)
         return await job.outcome  # type: ignore[no-any-return]
 
@@ -106,9 +106,9 @@ class Database:
             if len(asked) < len(jobs):
                 return
 
-    def _run(self, jobs: list[_Job]) -> None:
+    def _run(self, jobs: list[_DatabaseJob]) -> None:
         """Run jobs in one transaction; a job that fails does not affect the others."""
-        outcomes: list[tuple[_Job, Any, BaseException | None]] = []
+        outcomes: list[tuple[_DatabaseJob, Any, BaseException | None]] = []
         first: sqlite3.Error | None = None
         try:
             self._write.execute("BEGIN IMMEDIATE")
@@ -145,7 +145,7 @@ class Database:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _DatabaseJob:
     work: Callable[[sqlite3.Connection], Any]
     loop: asyncio.AbstractEventLoop
     outcome: asyncio.Future[Any]

@@ -81,7 +81,7 @@ class AccessMiddleware:
                 tenant = identity.tenant if identity else ""
                 with (
                     self._unanswered(tenant),
-                    _Body(receive, tenant, self._waiting_bytes, self._max_body_bytes, parts) as body,
+                    _BodyReceiver(receive, tenant, self._waiting_bytes, self._max_body_bytes, parts) as body,
                 ):
                     await self._app(scope, body, answer)
             except errors.PacelineError as error:
@@ -181,7 +181,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
-class _Body:
+class _BodyReceiver:
     """Receives a request's body: enforces its size and deadline, and counts its bytes as its tenant's.
 
     The parts of JSON are counted as they arrive, before anything parses them.

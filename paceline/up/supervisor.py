@@ -54,7 +54,7 @@ class Supervisor:
     ) -> None:
         """Report events line by line to `say`; call `on_ready` once when all services have been ready."""
         self._plans, self._logs, self._say, self._on_ready = plans, logs, say, on_ready
-        self._running: dict[str, _Service] = {}
+        self._running: dict[str, _ServiceProcess] = {}
         self._ready = {plan.name: asyncio.Event() for plan in plans}
         """Set once the service has been ready."""
         self._stopping, self._hurrying = asyncio.Event(), asyncio.Event()
@@ -111,7 +111,7 @@ class Supervisor:
         if plan.after:
             await self._until_ready(plan.after)
         while not self._stopping.is_set():
-            service = self._running[plan.name] = _Service.start(plan, log)
+            service = self._running[plan.name] = _ServiceProcess.start(plan, log)
             ready_seconds = await self._watch(service)
             if not await end_orphans(self._pids, _KILL_SECONDS):
                 self._say(f"some processes that the {plan.name} started could not be killed")
@@ -140,7 +140,7 @@ class Supervisor:
         for wait in waits:
             wait.cancel()
 
-    async def _watch(self, service: _Service) -> float:
+    async def _watch(self, service: _ServiceProcess) -> float:
         """Wait for a service to end; return how many seconds it was ready."""
         serving = asyncio.create_task(self._until_serving(service.plan))
         either: set[asyncio.Future[Any]] = {serving, service.child.ended}
@@ -164,7 +164,7 @@ class Supervisor:
         finally:
             ended = True
 
-    def _announce(self, service: _Service) -> None:
+    def _announce(self, service: _ServiceProcess) -> None:
         if self._stopping.is_set():
             return
         self._say(f"the {service.plan.name} is ready after {monotonic() - service.started:.0f} s")
@@ -189,7 +189,7 @@ class Supervisor:
 
 
 @dataclass(slots=True)
-class _Service:
+class _ServiceProcess:
     """A service's process."""
 
     plan: Plan
@@ -199,7 +199,7 @@ class _Service:
     started: float
 
     @classmethod
-    def start(cls, plan: Plan, log: Path) -> _Service:
+    def start(cls, plan: Plan, log: Path) -> _ServiceProcess:
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
             log_start = output.tell()
             child = Child.start(

@@ -20,7 +20,7 @@ _DTYPES = {
 }
 
 
-class _Facts(msgspec.Struct, frozen=True):
+class _TensorEntry(msgspec.Struct, frozen=True):
     """What a header says of a tensor."""
 
     dtype: str
@@ -38,18 +38,18 @@ def parse_header(text: bytes) -> tuple[pb.TensorEntry, ...]:
     header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     header.pop("__metadata__", None)
     check_count(len(header), "weights")  # a key may be written with escapes
-    return tuple(sorted((_entry(name, facts, base) for name, facts in header.items()), key=attrgetter("offset")))
+    return tuple(sorted((_entry(name, entry, base) for name, entry in header.items()), key=attrgetter("offset")))
 
 
 def _entry(name: str, text: msgspec.Raw, base: int) -> pb.TensorEntry:
-    facts = msgspec.json.decode(text, type=_Facts)
-    start, end = facts.data_offsets
-    dtype = _DTYPES.get(facts.dtype)
+    entry = msgspec.json.decode(text, type=_TensorEntry)
+    start, end = entry.data_offsets
+    dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
-        raise errors.InvalidDtype(f"has dtype {facts.dtype}; weights are F32, BF16 or F16", field=name)
-    shape = facts.shape
+        raise errors.InvalidDtype(f"has dtype {entry.dtype}; weights are F32, BF16 or F16", field=name)
+    shape = entry.shape
     if any(extent <= 0 for extent in shape) or prod(shape) * EXPONENTS[dtype].itemsize != end - start:
         raise errors.InvalidShape(
-            f"has shape {shape} of {facts.dtype}, and {end - start} bytes in the file", field=name
+            f"has shape {shape} of {entry.dtype}, and {end - start} bytes in the file", field=name
         )
     return pb.TensorEntry(name=name, dtype=dtype, shape=shape, offset=base + start, size=end - start)

@@ -20,7 +20,7 @@ _SOONEST, _LATEST = 0.1, 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class Usage:
     """What a request uses of the sampler until it ends."""
 
     completions: int
@@ -29,7 +29,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ResourceLimits:
     """How much of one resource may be in flight."""
 
     limit: int
@@ -67,9 +67,11 @@ class Admission:
 
     names: Sequence[str] = ("completions", "tokens")
 
-    def __init__(self, completions: Room, tokens: Room, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, completions: ResourceLimits, tokens: ResourceLimits, clock: Callable[[], float] = monotonic
+    ) -> None:
         """Set the limits; that on completions must not be 0."""
-        self._rooms = (completions, tokens)
+        self._limits = (completions, tokens)
         self._clock = clock
         self._in_flight = [0, 0]
         self._tenants: dict[str, _Tenant] = {}
@@ -78,7 +80,7 @@ class Admission:
         """Mean time from a completion's admission to its end, averaged over about as many as are admitted at a time."""
 
     @contextmanager
-    def admit(self, tenant: str, demand: Demand, running: int) -> Iterator[None]:
+    def admit(self, tenant: str, usage: Usage, running: int) -> Iterator[None]:
         """Count a request while the block runs.
 
         `running` is the number of completions in the engine, which may outlast their requests. Raises QuotaExceeded if
@@ -87,8 +89,8 @@ class Admission:
         mine = self._tenants.setdefault(tenant, _Tenant())
         # A request larger than the limit counts as the whole limit.
         amounts = [
-            min(amount, room.limit or amount)
-            for amount, room in zip((demand.completions, demand.tokens), self._rooms, strict=True)
+            min(amount, limits.limit or amount)
+            for amount, limits in zip((usage.completions, usage.tokens), self._limits, strict=True)
         ]
         for index, amount in enumerate(amounts):
             self._check(index, mine, amount, running if index == 0 else 0)
@@ -98,14 +100,14 @@ class Admission:
             yield
         finally:
             self._count(mine, amounts, -1)
-            self._seconds += (self._clock() - began - self._seconds) * amounts[0] / self._rooms[0].limit
+            self._seconds += (self._clock() - began - self._seconds) * amounts[0] / self._limits[0].limit
 
     def used(self, tenant: str) -> list[Quota]:
         """Return what a tenant has in flight, and its limits."""
         mine = self._tenants.get(tenant, _Tenant())
         return [
-            Quota(name, used, _smaller(room.limit, room.tenant_limit))
-            for name, used, room in zip(self.names, mine.in_flight, self._rooms, strict=True)
+            Quota(name, used, _smaller(limits.limit, limits.tenant_limit))
+            for name, used, limits in zip(self.names, mine.in_flight, self._limits, strict=True)
         ]
 
     def tenants(self) -> list[str]:
@@ -113,22 +115,22 @@ class Admission:
         return [name for name, tenant in self._tenants.items() if tenant.is_active]
 
     def _check(self, index: int, mine: _Tenant, amount: int, running: int) -> None:
-        room, name, used = self._rooms[index], self.names[index], mine.in_flight[index]
-        if room.tenant_limit and used and used + amount > room.tenant_limit:
+        limits, name, used = self._limits[index], self.names[index], mine.in_flight[index]
+        if limits.tenant_limit and used and used + amount > limits.tenant_limit:
             raise errors.QuotaExceeded(
-                f"{used} {name} of this tenant are in flight and this takes {amount}; at most {room.tenant_limit} may "
-                f"be: send less at the same time, or have the operator raise {room.setting}",
-                metadata={"quota": name, "used": str(used), "limit": str(room.tenant_limit)},
-                retry_after=self._seconds_to_wait(mine, amount / room.tenant_limit),
+                f"{used} {name} of this tenant are in flight and this takes {amount}; at most {limits.tenant_limit} "
+                f"may be: send less at the same time, or have the operator raise {limits.setting}",
+                metadata={"quota": name, "used": str(used), "limit": str(limits.tenant_limit)},
+                retry_after=self._seconds_to_wait(mine, amount / limits.tenant_limit),
             )
         busy = max(self._in_flight[index], running)
-        if not room.limit or busy + amount <= room.limit:
+        if not limits.limit or busy + amount <= limits.limit:
             return
         sharing = self._active + (not mine.is_active)
-        share = room.limit // sharing
+        share = limits.limit // sharing
         if sharing > 1 and (used == 0 or used + amount <= share):
             return
-        message = f"{busy} {name} are waiting or running; at most {room.limit} may be"
+        message = f"{busy} {name} are waiting or running; at most {limits.limit} may be"
         if sharing > 1:
             message += f", {share} for each of {sharing} tenants; {used} are this one's"
         raise errors.Overloaded(

@@ -13,7 +13,7 @@ from typing import NoReturn
 from transformers.utils import logging as transformers_logging
 
 from trainer_service.engine.distributed.ranks import Ranks, exit_with
-from trainer_service.engine.worker import Worker, keep_freed_memory
+from trainer_service.engine.worker import EngineWorker, keep_freed_memory
 
 
 def main() -> NoReturn:
@@ -30,7 +30,7 @@ def main() -> NoReturn:
     keep_freed_memory()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     ranks = Ranks.alone() if arguments.store is None else Ranks.join(arguments.store)
-    Worker(socket.socket(fileno=arguments.fd), ranks).serve()
+    EngineWorker(socket.socket(fileno=arguments.fd), ranks).serve()
 
 
 if __name__ == "__main__":

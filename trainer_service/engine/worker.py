@@ -46,7 +46,7 @@ class _DeferredWork:
         self.save.write(Path(self.directory))
 
 
-class Worker:
+class EngineWorker:
     """Serves one engine to the process at the other end of `connection`, together with the other ranks.
 
     A turn receives all waiting commands. It starts a job for each ForwardBackward and executes other commands

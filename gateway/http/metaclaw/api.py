@@ -17,12 +17,12 @@ from google.protobuf.message import Message
 
 from gateway.http.json_bodies import JsonRoute
 from gateway.http.metaclaw.bodies import (
-    Batch,
     CheckpointLoad,
     CheckpointSave,
     LoraCreate,
     OptimStep,
     Sample,
+    TrainerBatch,
     WeightsSave,
     named_as_here,
 )
@@ -152,7 +152,7 @@ class MetaClawApi:
         @router.post("/train/forward_backward")
         async def forward_backward(request: Request) -> dict[str, Any]:
             content = await request.body()
-            body = await decoded(len(content), Batch.read, content)
+            body = await decoded(len(content), TrainerBatch.read, content)
             config = {} if body.loss_fn == "importance_sampling" else _CLIPPED
             loss: dict[str, Any] = {"loss_fn": body.loss_fn, "loss_fn_config": config}
             make = partial(pb.ForwardBackwardRequest, data=body.data, **loss, refuse_non_finite=True)

@@ -133,7 +133,7 @@ def named_as_here() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainerBatch:
     """A batch as the trainer takes it."""
 
     session_id: str
@@ -143,7 +143,7 @@ class Batch:
     """Tokens with non-zero advantage; 1 for a datum without any."""
 
     @classmethod
-    def read(cls, content: bytes) -> Batch:
+    def read(cls, content: bytes) -> TrainerBatch:
         """Parse a request, one datum after the other. Raises UnreadableMessage, InvalidArgument, OutOfRange."""
         given = read_struct(content, ForwardBackward, _PAGE)
         loss_fn = _LOSSES[0] if given.loss_fn is None else given.loss_fn

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from google.protobuf.message import Message
 
-from gateway.http.online.store import Command, Example, ExampleState, OnlineModel, OnlineStore, Settled
+from gateway.http.online.store import Example, ExampleState, OnlineModel, OnlineStore, Settled, StoredCommand
 from gateway.http.run_names import ONLINE
 from gateway.http.services import Services
 from gateway.http.state import StateUnusable
@@ -249,7 +249,7 @@ class Learner:
         while commands := self._store.commands(self._known):  # An answer may change what is behind it.
             await self._send(commands[0])
 
-    async def _send(self, command: Command) -> Message | errors.PacelineError:
+    async def _send(self, command: StoredCommand) -> Message | errors.PacelineError:
         """Send one command until it is answered, store the outcome, and return the answer or the refusal."""
         answer = await self._until_answered(command)
         if isinstance(answer, errors.PacelineError):
@@ -267,7 +267,7 @@ class Learner:
             await self._store.answered(self._known, command)
         return answer
 
-    async def _refused(self, command: Command, error: errors.PacelineError) -> None:
+    async def _refused(self, command: StoredCommand, error: errors.PacelineError) -> None:
         model, problem = self.model, str(error)
         _log.warning("online training", model=model.name, command=command.kind, seq_id=command.seq_id, problem=problem)
         if command.kind == _PUBLISH and not isinstance(error, errors.ClientSuperseded | errors.RunNotFound):
@@ -286,7 +286,7 @@ class Learner:
         else:
             await self._store.answered(model, command, _settled_by(command, error))
 
-    async def _unread(self, model: OnlineModel, command: Command, problem: str) -> None:
+    async def _unread(self, model: OnlineModel, command: StoredCommand, problem: str) -> None:
         """Split a batch that the trainer did not read, such as one above its max_message_bytes.
 
         A single example fails, so that those behind it are trained on. The version that was to follow it may have
@@ -298,7 +298,7 @@ class Learner:
         if size := await self._store.unread(model, problem, command, instead):
             self._most_bytes = min(self._most_bytes, size // 2)  # So the next batch has fewer of these examples.
 
-    async def _until_answered(self, command: Command) -> Message | errors.PacelineError:
+    async def _until_answered(self, command: StoredCommand) -> Message | errors.PacelineError:
         """Send a command until it is answered, or turned away for good; return its reply or the error."""
         request, pause = _KINDS[command.kind].FromString(command.request), _FIRST_PAUSE
         while True:
@@ -320,18 +320,18 @@ class Learner:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _numbered(model: OnlineModel, first: int, requests: Sequence[tuple[str, Message]]) -> list[Command]:
+def _numbered(model: OnlineModel, first: int, requests: Sequence[tuple[str, Message]]) -> list[StoredCommand]:
     """Return the commands of requests, numbered from `first`; the number of a batch is that of its first command."""
     commands = []
     for number, (kind, request) in enumerate(requests, first):
         place: Any = request
         place.run_id, place.seq_id, place.attachment = model.run_id, number, model.attachment
         batch = first if kind in {_FORWARD_BACKWARD, _OPTIM_STEP} else 0
-        commands.append(Command(number, kind, batch, request.SerializeToString(deterministic=True)))
+        commands.append(StoredCommand(number, kind, batch, request.SerializeToString(deterministic=True)))
     return commands
 
 
-def _settled_by(command: Command, error: errors.PacelineError) -> Settled | None:
+def _settled_by(command: StoredCommand, error: errors.PacelineError) -> Settled | None:
     """Return how a refusal settles a batch's examples; None if it does not."""
     if isinstance(error, errors.SeqIdExpired):  # It was executed, but its answer is no longer kept.
         return Settled(ExampleState.TRAINED) if command.kind == _OPTIM_STEP else None

@@ -117,7 +117,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class StoredCommand:
     """A command of a run, sent until it is answered."""
 
     seq_id: int
@@ -270,12 +270,14 @@ class OnlineStore(Database):
 
         return await self.do(load)
 
-    def commands(self, model: OnlineModel) -> list[Command]:
+    def commands(self, model: OnlineModel) -> list[StoredCommand]:
         """Return the unanswered commands in order."""
         sql = "SELECT seq_id, kind, batch, request FROM commands WHERE model_id = ? ORDER BY seq_id"
-        return [Command(*row) for row in self.rows(sql, model.model_id)]
+        return [StoredCommand(*row) for row in self.rows(sql, model.model_id)]
 
-    async def issue(self, model: OnlineModel, commands: Sequence[Command], examples: Sequence[Example] = ()) -> None:
+    async def issue(
+        self, model: OnlineModel, commands: Sequence[StoredCommand], examples: Sequence[Example] = ()
+    ) -> None:
         """Store commands to send, numbered from the model's next, and record which examples the first one carries."""
 
         def issue(connection: sqlite3.Connection) -> None:
@@ -288,7 +290,7 @@ class OnlineStore(Database):
         await self.do(issue)
 
     async def answered(
-        self, model: OnlineModel, command: Command, settled: Settled | None = None, **facts: float
+        self, model: OnlineModel, command: StoredCommand, settled: Settled | None = None, **facts: float
     ) -> None:
         """Remove an answered command; record the outcome of its examples and facts of the model (columns of its table).
 
@@ -307,7 +309,9 @@ class OnlineStore(Database):
 
         await self.do(answered)
 
-    async def unread(self, model: OnlineModel, problem: str, command: Command, instead: Sequence[Command] = ()) -> int:
+    async def unread(
+        self, model: OnlineModel, problem: str, command: StoredCommand, instead: Sequence[StoredCommand] = ()
+    ) -> int:
         """Take back the commands of a batch whose first the trainer refused unread: their numbers stay free.
 
         A batch of several examples waits again, to be split. A single example failed, and `instead`, numbered from the
@@ -326,7 +330,7 @@ class OnlineStore(Database):
 
         return await self.do(take_back)
 
-    async def stop(self, model: OnlineModel, problem: str, command: Command, settled: Settled) -> None:
+    async def stop(self, model: OnlineModel, problem: str, command: StoredCommand, settled: Settled) -> None:
         """Record why a model's training stops, drop its unanswered commands, and settle the batch's examples."""
 
         def stop(connection: sqlite3.Connection) -> None:
@@ -351,7 +355,7 @@ def _check_waiting(connection: sqlite3.Connection, tenant: str, size: int, most:
 
 
 def _store_commands(
-    connection: sqlite3.Connection, model: OnlineModel, commands: Sequence[Command], first: int
+    connection: sqlite3.Connection, model: OnlineModel, commands: Sequence[StoredCommand], first: int
 ) -> None:
     """Store commands to send, numbered from `first`, and the number of the command after them."""
     sql = "UPDATE models SET next_seq_id = ? WHERE model_id = ?"

@@ -98,7 +98,7 @@ CPU_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class RunningEngine:
     """An engine that runs, and what was found out about it when it started."""
 
     llm: AsyncLLM
@@ -121,7 +121,7 @@ class VllmEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._started: Started | None = None
+        self._started: RunningEngine | None = None
         self._open: set[str] = set()
         self._readers = ReaderGroup()
         self._adapters: set[int] = set()
@@ -171,7 +171,9 @@ class VllmEngine:
             use_scheduler(config, FairScheduler, FairAsyncScheduler)
         with _own_sockets() as sockets:
             llm = await asyncio.to_thread(_make_llm, config, self._options.model_path)
-        self._started = Started(llm, _tap(llm, self._options), info, linear, GrammarProcess(config), parsers, sockets)
+        self._started = RunningEngine(
+            llm, _tap(llm, self._options), info, linear, GrammarProcess(config), parsers, sockets
+        )
         direct = self._options.apply == "direct"
         preparing = llm.collective_rpc("prepare_adapters", kwargs={"direct": direct})
         sizes: list[int] = await while_alive(self.check_health, preparing)
@@ -265,7 +267,7 @@ class VllmEngine:
                 async for part in parts:
                     yield part
 
-    async def _text_server(self, engine: Started) -> TextServer:
+    async def _text_server(self, engine: RunningEngine) -> TextServer:
         """Return the server of OpenAI's API, created at the first call: importing its libraries takes a second."""
 
         def make() -> TextServer:
@@ -279,7 +281,7 @@ class VllmEngine:
                 self._text = engine.llm, await asyncio.to_thread(make)
         return self._text[1]
 
-    def _live(self) -> Started:
+    def _live(self) -> RunningEngine:
         if self._started is None:
             raise EngineUnavailable("the engine is not running")
         return self._started

@@ -38,7 +38,7 @@ _NEEDED = [
 """Modules that an engine process, or the process for grammars, imports."""
 
 
-class _EngineProcess(ForkServerProcess):
+class _ForkedProcess(ForkServerProcess):
     """A fork that ends with its parent process, and has the environment of the process that requested it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class _EngineProcess(ForkServerProcess):
 
 
 class _Context(ForkServerContext):
-    Process = _EngineProcess
+    Process = _ForkedProcess
 
 
 def start_fork_server() -> None:

@@ -65,7 +65,7 @@ _FIELDS = ("json", "regex", "choice", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
+class _Builder:
     process: BaseProcess
     connection: Connection
 
@@ -81,7 +81,7 @@ class GrammarProcess:
     def __init__(self, config: VllmConfig) -> None:
         """`config` is the engine's, so that the grammars are those that the engine will build."""
         self._config = config
-        self._worker: _Worker | None = None
+        self._builder: _Builder | None = None
         self._free = asyncio.Lock()
         self._asking = Background("a grammar was not built")
         self._is_closed = False
@@ -107,8 +107,8 @@ class GrammarProcess:
     def close(self) -> None:
         """End the process; calls in progress, and later ones, raise EngineUnavailable."""
         self._is_closed = True
-        if self._worker is not None:
-            self._worker.process.kill()
+        if self._builder is not None:
+            self._builder.process.kill()
 
     async def _ask(self, key: bytes, message: bytes, held: AsyncExitStack) -> str:
         async with held:
@@ -122,27 +122,27 @@ class GrammarProcess:
         if self._is_closed:
             raise EngineUnavailable("the engine was stopped; try again")
         try:
-            connection = (self._worker or self._start()).connection
+            connection = (self._builder or self._start()).connection
             connection.send_bytes(message)
             return connection.recv_bytes().decode(errors="replace")
         except (EOFError, OSError) as error:
-            if self._worker is not None:
-                self._worker.end()
-                self._worker = None
+            if self._builder is not None:
+                self._builder.end()
+                self._builder = None
             raise EngineUnavailable("the process that checks constraints ended; try again") from error
 
-    def _start(self) -> _Worker:
+    def _start(self) -> _Builder:
         context = utils.get_mp_context()  # type: ignore[attr-defined, no-untyped-call]
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(self._config, theirs), name="Grammars", daemon=True)
         process.start()
         theirs.close()
-        self._worker = worker = _Worker(process, ours)
+        self._builder = builder = _Builder(process, ours)
         if self._is_closed:  # `close` may have come too early to find it
             process.kill()
         ours.recv_bytes()  # it is ready
         _log.info("process for grammars started", pid=process.pid)
-        return worker
+        return builder
 
 
 def _encoded(constraint: StructuredOutputsParams) -> bytes:

@@ -16,7 +16,7 @@ from paceline.weights import read_tensor_entries
 from sampler_service.engine.model_files import parameter_shapes_of
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import Adapter, Contents, GenerationRequest, TextRequest, TokenDelta
-from sampler_service.engine.vllm.engine import Started, VllmEngine, translated
+from sampler_service.engine.vllm.engine import RunningEngine, VllmEngine, translated
 from sampler_service.engine.vllm.params import MIXED
 
 _log = get_logger(__name__)
@@ -55,7 +55,7 @@ class ReplaceableVllmEngine(VllmEngine):
             self._torn = True
             raise _torn_error() from error
 
-    def _live(self) -> Started:
+    def _live(self) -> RunningEngine:
         if self._torn:
             raise _torn_error()
         return super()._live()

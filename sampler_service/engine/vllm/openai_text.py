@@ -60,7 +60,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Call:
+class _TextCall:
     """A call in progress."""
 
     request: TextRequest
@@ -88,7 +88,7 @@ class _Call:
         return part
 
 
-_CALL: ContextVar[_Call] = ContextVar("paceline_text_call")
+_CALL: ContextVar[_TextCall] = ContextVar("paceline_text_call")
 
 
 class TextServer:
@@ -157,7 +157,7 @@ class TextServer:
 
     async def complete(self, request: TextRequest) -> AsyncGenerator[bytes]:
         """Yield the response as JSON, whole or event by event. Raises InvalidArgument if the layer refuses the call."""
-        call = _Call(request, str(request.body.get("model") or self._info.name))
+        call = _TextCall(request, str(request.body.get("model") or self._info.name))
         if request.endpoint is TextEndpoint.CHAT_COMPLETIONS:
             call.prompt = "messages"
         # The layer's own limit of tokens is not used, but it checks that one against the context.
@@ -220,7 +220,7 @@ def _content_format(llm: AsyncLLM) -> str:
     return content_format(render).value
 
 
-async def _in_context(answer: AsyncGenerator[str], call: _Call) -> AsyncGenerator[bytes]:
+async def _in_context(answer: AsyncGenerator[str], call: _TextCall) -> AsyncGenerator[bytes]:
     """Yield the data of server-sent events. Each step of the layer's generator runs with its call in the context."""
     async with aclosing(answer):
         while True:
@@ -281,7 +281,7 @@ class _Engine:
         return self._read(call, prompt, sampling_params, request_id, reasoning)
 
     async def _read(
-        self, call: _Call, prompt: Any, params: VllmSamplingParams, request_id: str, reasoning: dict[str, Any]
+        self, call: _TextCall, prompt: Any, params: VllmSamplingParams, request_id: str, reasoning: dict[str, Any]
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs as they are read; a slow reader delays only itself."""
         outputs: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
@@ -297,7 +297,7 @@ class _Engine:
 
     async def _sample(
         self,
-        call: _Call,
+        call: _TextCall,
         prompt: Any,
         params: VllmSamplingParams,
         request_id: str,

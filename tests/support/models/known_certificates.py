@@ -34,7 +34,7 @@ class KnownCertificates:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Cache the results of certificates until the block ends."""
-        measure, certify = certified_base._Loading._measure, certified_base._Loading._certify
+        measure, certify = certified_base._UncertifiedBase._measure, certified_base._UncertifiedBase._certify
 
         def measure_once(loading, model):
             if (key := _key(loading)) not in self.stocks:
@@ -48,6 +48,6 @@ class KnownCertificates:
             return self.verdicts[key]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(certified_base._Loading, "_measure", measure_once)
-            patch.setattr(certified_base._Loading, "_certify", certify_once)
+            patch.setattr(certified_base._UncertifiedBase, "_measure", measure_once)
+            patch.setattr(certified_base._UncertifiedBase, "_certify", certify_once)
             yield

@@ -16,7 +16,7 @@ from paceline.types import ModelInfo, ModelRef, SamplingParams, ServedModel, Sto
 from sampler_service.engine.protocol import TokenDelta
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import Sampler
-from sampler_service.scheduling.admission import Admission, Room
+from sampler_service.scheduling.admission import Admission, ResourceLimits
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.validation import RequestLimits, SampleRequest
 
@@ -60,7 +60,7 @@ async def engine():
 @pytest.fixture
 async def sampler(engine):
     limits, metrics = RequestLimits(MODEL, 4, 5, 100), SamplerMetrics(CollectorRegistry())
-    admission = Admission(Room(100), Room(10_000))
+    admission = Admission(ResourceLimits(100), ResourceLimits(10_000))
     return Sampler(engine, Weights(), limits, admission, TenantQueue(1), metrics, lambda ref, tenant: None, 1)
 
 

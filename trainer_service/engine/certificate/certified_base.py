@@ -84,14 +84,14 @@ def load_certified_base(options: EngineOptions, ranks: Ranks, device: torch.devi
     All ranks call this together. Raises Unsupported, with a sentence that names a module, if there is none, and
     whatever `load_base_model` raises.
     """
-    return _Loading(options, ranks, device).certified()
+    return _UncertifiedBase(options, ranks, device).certified()
 
 
 class InconclusiveError(Exception):
     """A few tokens differ; only other tokens can show whether that is chance."""
 
 
-class _Loading:
+class _UncertifiedBase:
     """A base model that is not certified yet."""
 
     _sharded: ShardedModel
@@ -265,7 +265,7 @@ class _Loading:
         finally:
             handle.remove()
 
-    def _compute(self, stock: Stock) -> _Results:
+    def _compute(self, stock: Stock) -> _ProbeResults:
         """Compute the probe that `stock` was measured with, using the adapters in `stock`."""
         runs: dict[str, LoraRun] = {}
         try:
@@ -284,7 +284,7 @@ class _Loading:
                 run_id: {name: _array(parameter.grad) for name, parameter in run.parameters.items()}
                 for run_id, run in runs.items()
             }
-            return _Results(dict(zip(runs, logprobs, strict=True)), gradients, alone)
+            return _ProbeResults(dict(zip(runs, logprobs, strict=True)), gradients, alone)
         finally:
             for run_id in runs:
                 lora_run.remove_adapter(self._model, run_id)
@@ -381,7 +381,7 @@ class _Loading:
 
 
 @dataclass(frozen=True, slots=True)
-class _Results:
+class _ProbeResults:
     """What the engine computes for a probe."""
 
     logprobs: dict[str, list[Array]]
@@ -401,7 +401,7 @@ class _Differences:
     """Median absolute difference between log-probabilities."""
 
     @classmethod
-    def between(cls, results: _Results, stock: Stock) -> _Differences:
+    def between(cls, results: _ProbeResults, stock: Stock) -> _Differences:
         """Compare all log-probabilities and gradients."""
         off = [results.alone - next(iter(stock.logprobs.values()))[-1]]
         for run, sequences in stock.logprobs.items():

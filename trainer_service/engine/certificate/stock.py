@@ -92,7 +92,7 @@ class Stocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
+class _SequenceResults:
     """Results of one sequence."""
 
     logprobs: Array
@@ -141,9 +141,9 @@ def measure_stock(
     later ones, or whose numbers are not finite.
     """
     adapters = {run: _draw_adapter(model, targets[run], seed) for seed, run in enumerate(probe)}
-    results: dict[str, list[_Sequence]] = {}
-    exact: list[_Sequence] = []
-    perturbed: list[_Sequence] = []
+    results: dict[str, list[_SequenceResults]] = {}
+    exact: list[_SequenceResults] = []
+    perturbed: list[_SequenceResults] = []
     for run, data in probe.items():
         with _adapted(model, adapters[run]) as factors:
             results[run] = [_compute(model, datum, factors) for datum in data]
@@ -174,9 +174,9 @@ def measure_stock(
 
 def _bounds(
     model: PreTrainedModel,
-    results: Mapping[str, Sequence[_Sequence]],
-    exact: Sequence[_Sequence],
-    perturbed: Sequence[_Sequence],
+    results: Mapping[str, Sequence[_SequenceResults]],
+    exact: Sequence[_SequenceResults],
+    perturbed: Sequence[_SequenceResults],
 ) -> tuple[float, float]:
     """Return the bounds on differences of log-probabilities and gradients that rounding explains."""
     least = torch.finfo(model.dtype).eps + _SUMS * torch.finfo(torch.float32).eps
@@ -269,13 +269,13 @@ def _perturbed_outputs(model: PreTrainedModel) -> Iterator[None]:
             handle.remove()
 
 
-def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) -> _Sequence:
+def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) -> _SequenceResults:
     logprobs = _logprobs(model, datum)
     weights = torch.from_numpy(datum.loss_inputs["weights"]).to(model.device)
     loss = -(logprobs * weights).sum()
     gradients = torch.autograd.grad(loss, factors, allow_unused=True) if loss.requires_grad else ()
     given = [torch.zeros_like(f) if g is None else g for f, g in zip_longest(factors, gradients)]
-    return _Sequence(logprobs.detach().cpu().numpy(), [each.cpu().numpy() for each in given])
+    return _SequenceResults(logprobs.detach().cpu().numpy(), [each.cpu().numpy() for each in given])
 
 
 def _logprobs(model: PreTrainedModel, datum: Datum, length: int | None = None) -> Tensor:

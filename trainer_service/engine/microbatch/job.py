@@ -42,7 +42,7 @@ class ForwardBackwardJob:
         if run.uses_dropout and not spec.forward_only:
             self.seed, self._rng_state = run.draw_seed()
         weights = datum_weights(data, spec.reduction, spec.reduction_count)
-        self.batch = Batch(data, loss.required, defaults=loss.defaults, weights=weights)
+        self.batch = Datums(data, loss.required, defaults=loss.defaults, weights=weights)
         self.waiting = self.batch.segments()
         """Segments to compute; empty when the job is done, including because it failed."""
         self._outputs = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in data]
@@ -192,7 +192,7 @@ class Pack:
     """float32, shape [K]: each position's loss is multiplied by this, its datum's weight in the batch."""
 
 
-class Batch:
+class Datums:
     """The datums of a request, read a pass at a time."""
 
     def __init__(

@@ -71,7 +71,7 @@ def why_different(model: PreTrainedModel, mode: PassMode, tokens: Tensor, run: R
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ModuleCall:
     """A module's input and output for the rows of the pass, [1, T, ...]; None if it is something else."""
 
     given: Tensor | None
@@ -88,16 +88,18 @@ def _differ(mine: Tensor | None, stock: Tensor | None) -> bool:
 
 
 @contextmanager
-def _calls(model: PreTrainedModel, length: int) -> Iterator[Mapping[str, _Call]]:
+def _calls(model: PreTrainedModel, length: int) -> Iterator[Mapping[str, _ModuleCall]]:
     """Record the first call of each module in a pass of `length` positions, in the order in which they return."""
-    noted: dict[str, _Call] = {}
+    noted: dict[str, _ModuleCall] = {}
 
     def rows(values: Iterable[Any]) -> Tensor | None:
         tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
         return next((each for each in tensors if each.ndim > 1 and each.shape[1] == length), None)
 
     def note(_module: nn.Module, inputs: Any, named: dict[str, Any], out: Any, *, name: str) -> None:
-        noted.setdefault(name, _Call(rows([*inputs, *named.values()]), rows(out if type(out) is tuple else [out])))
+        noted.setdefault(
+            name, _ModuleCall(rows([*inputs, *named.values()]), rows(out if type(out) is tuple else [out]))
+        )
 
     handles = [
         module.register_forward_hook(partial(note, name=name), with_kwargs=True)

@@ -228,7 +228,7 @@ class Uploader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SlotPlan:
     """Where an adapter's matrices go in a slot; it is the same for all adapters of one layout."""
 
     plain: list[str] = field(default_factory=list)
@@ -247,7 +247,7 @@ class SlotWriter:
         self._uploader = Uploader(internals.device)
         self._dtype = internals.dtype
         self._layouts: dict[tuple[bytes, bytes], Layout] = {}
-        self._plans: dict[tuple[int, Layout], _Plan] = {}
+        self._plans: dict[tuple[int, Layout], _SlotPlan] = {}
         self._touched: set[str] = set()
         """Layers that some adapter has written; in all others every slot is still zero."""
 
@@ -309,8 +309,8 @@ class SlotWriter:
             else:
                 layer.set_lora(slot, weights.lora_a, weights.lora_b)
 
-    def _plan(self, slot: int, layout: Layout) -> _Plan:
-        plan, shapes = _Plan(), _typed(torch.empty(layout.size, dtype=torch.uint8, device="meta"))
+    def _plan(self, slot: int, layout: Layout) -> _SlotPlan:
+        plan, shapes = _SlotPlan(), _typed(torch.empty(layout.size, dtype=torch.uint8, device="meta"))
         for name, stored in layout.modules.items():
             layer = self._internals.layers[name]
             if type(layer).set_lora not in _PLAIN or len(stored) != layer.n_slices:

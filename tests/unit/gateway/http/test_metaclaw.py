@@ -12,7 +12,7 @@ from support.fates import with_fates
 from gateway.http.edge import most_parts
 from gateway.http.metaclaw import sessions
 from gateway.http.metaclaw.api import MetaClawApi
-from gateway.http.metaclaw.bodies import BATCHES, Batch
+from gateway.http.metaclaw.bodies import BATCHES, TrainerBatch
 from paceline import errors
 from paceline.layout import new_run_id
 from paceline.requests.bodies import JsonParts
@@ -308,7 +308,7 @@ def test_a_batch_of_64_samples_of_4096_tokens_is_taken_whole():
     datum = {"model_input_tokens": tokens, "target_tokens": tokens, "logprobs": numbers, "advantages": numbers}
     content = json.dumps({"session_id": RUN, "datums": [datum] * 64}).encode()
     JsonParts(most_parts(BATCHES)).add(content)
-    batch = Batch.read(content)
+    batch = TrainerBatch.read(content)
     assert len(batch.data) == 64
     assert batch.tokens == 64 * 4096
 
@@ -322,5 +322,5 @@ def test_a_batch_of_64_samples_of_4096_tokens_is_taken_whole():
 )
 def test_a_batch_is_refused_at_its_first_wrong_datum(datums, refusal, field):
     with pytest.raises(refusal) as refused:
-        Batch.read(json.dumps({"session_id": RUN, "datums": datums}).encode())
+        TrainerBatch.read(json.dumps({"session_id": RUN, "datums": datums}).encode())
     assert refused.value.field == field

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from paceline.errors import Overloaded, QuotaExceeded
-from sampler_service.scheduling.admission import Admission, Demand, Room
+from sampler_service.scheduling.admission import Admission, ResourceLimits, Usage
 
 A, B, C = "anquetil", "bartali", "coppi"
 
@@ -27,11 +27,11 @@ def clock() -> Clock:
 
 
 def admission_of(completions: int, clock: Clock, tokens: int = 0) -> Admission:
-    return Admission(Room(completions), Room(tokens), clock)
+    return Admission(ResourceLimits(completions), ResourceLimits(tokens), clock)
 
 
 def enter(admission: Admission, completions: int = 1, running: int = 0, tenant: str = A, tokens: int = 1):
-    return admission.admit(tenant, Demand(completions, tokens), running)
+    return admission.admit(tenant, Usage(completions, tokens), running)
 
 
 def refused(admission: Admission, completions: int = 1, running: int = 0, tenant: str = A, tokens: int = 1) -> float:
@@ -202,7 +202,9 @@ def test_a_request_larger_than_everything_takes_all_and_is_not_refused_for_ever(
 
 
 def test_a_tenants_own_limit_holds_for_one_that_is_alone_too_and_says_which_it_is(clock):
-    admission = Admission(Room(64, 4, "max_completions_per_tenant"), Room(0, 100, "max_tokens_per_tenant"), clock)
+    admission = Admission(
+        ResourceLimits(64, 4, "max_completions_per_tenant"), ResourceLimits(0, 100, "max_tokens_per_tenant"), clock
+    )
     with enter(admission, 3, tokens=60):
         for demand, quota, used, limit in (((2, 1), "completions", "3", "4"), ((1, 41), "tokens", "60", "100")):
             with pytest.raises(QuotaExceeded) as failure, enter(admission, demand[0], tokens=demand[1]):

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 from gateway.http.online import learner as learner_module
 from gateway.http.online.learner import Learner
-from gateway.http.online.store import Command
+from gateway.http.online.store import StoredCommand
 from paceline import errors
 from paceline.errors import Fate
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
-STEP = Command(5, "optim_step", 4, pb.OptimStepRequest(run_id="run", seq_id=5).SerializeToString())
+STEP = StoredCommand(5, "optim_step", 4, pb.OptimStepRequest(run_id="run", seq_id=5).SerializeToString())
 
 
 class Services:

@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from gateway.http.online import store as store_module
-from gateway.http.online.store import Command, ExampleState, NewExample, OnlineStore, Settled
+from gateway.http.online.store import ExampleState, NewExample, OnlineStore, Settled, StoredCommand
 from paceline import errors
 
 
@@ -35,7 +35,7 @@ async def issue(store, model, batch):
     """Issue a batch's two commands."""
     first = store.again(model).next_seq_id
     commands = [
-        Command(first + index, kind, first, b"") for index, kind in enumerate(("forward_backward", "optim_step"))
+        StoredCommand(first + index, kind, first, b"") for index, kind in enumerate(("forward_backward", "optim_step"))
     ]
     await store.issue(model, commands, batch)
     return commands

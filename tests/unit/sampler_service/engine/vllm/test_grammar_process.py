@@ -83,14 +83,14 @@ async def test_a_closed_one_starts_no_process_for_those_who_wait(grammars, of_ot
     closed = GrammarProcess(grammars._config)
     waiting = [asyncio.create_task(closed.refusal(counted(1010 + number))) for number in range(3)]
     async with asyncio.timeout(PATIENCE):
-        while closed._worker is None:  # noqa: ASYNC110 - no event tells
+        while closed._builder is None:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.01)
-    process = closed._worker.process
+    process = closed._builder.process
     closed.close()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {EngineUnavailable}
     process.join()
-    assert closed._worker is None
+    assert closed._builder is None
 
 
 async def test_one_that_is_closed_while_its_process_starts_ends_it(grammars, monkeypatch):
@@ -99,10 +99,10 @@ async def test_one_that_is_closed_while_its_process_starts_ends_it(grammars, mon
     def close_before(process, connection):
         closed.close()
         started.append(process)
-        return worker(process, connection)
+        return builder(process, connection)
 
-    worker = grammar_process._Worker
-    monkeypatch.setattr(grammar_process, "_Worker", close_before)
+    builder = grammar_process._Builder
+    monkeypatch.setattr(grammar_process, "_Builder", close_before)
     with pytest.raises(EngineUnavailable):
         await closed.refusal(FINE)
     assert not started[0].is_alive()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.types import Datum
-from trainer_service.engine.microbatch.job import Batch, PackedSegment, scatter_logprobs, segment_of
+from trainer_service.engine.microbatch.job import Datums, PackedSegment, scatter_logprobs, segment_of
 from trainer_service.engine.microbatch.scheduler import Scheduler
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def datum(length, *, mask=None, start=0):
 
 def packs_of(data, budget):
     """Pack a single batch as the engine does."""
-    batch, scheduler = Batch(data, INPUTS), Scheduler(budget)
+    batch, scheduler = Datums(data, INPUTS), Scheduler(budget)
     demand, packs = Demand(batch.segments()), []
     while shares := scheduler.next_passes([demand])[0]:
         packs += [batch.pack(segments, CPU) for _, segments in shares]
