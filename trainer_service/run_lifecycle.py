@@ -87,6 +87,7 @@ class RunLifecycle:
         the request_id.
         """
         validation.check_request_id(request_id)
+        # One at a time, so that a request that is repeated while the first one is served finds its run.
         async with self._creating:
             made = self._registry.find_request(identity.tenant, request_id)
             known = made.request_digest if made else self._registry.find_deleted(identity.tenant, request_id)

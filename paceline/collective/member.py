@@ -130,6 +130,7 @@ def meet(store: Store, membership: GroupMembership, gpu: str) -> None:
     if membership.rank:
         store.wait(["go"], _JOIN_TIMEOUT)
         return
+    # Rank 0 compares the GPUs for all. The others wait for its word, so that none uses NCCL before.
     places = [store.get(str(rank)) for rank in ranks]
     if shared := [rank for rank in ranks if places[rank] in places[:rank]]:
         raise SharedGpuError(shared)

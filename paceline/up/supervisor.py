@@ -113,6 +113,7 @@ class Supervisor:
         while not self._stopping.is_set():
             service = self._running[plan.name] = _ServiceProcess.start(plan, log)
             ready_seconds = await self._watch(service)
+            # What it left, such as vLLM's engine, may hold the memory or the port that its successor needs.
             if not await end_orphans(self._pids, _KILL_SECONDS):
                 self._say(f"some processes that the {plan.name} started could not be killed")
             if self._stopping.is_set():

@@ -126,6 +126,7 @@ class Admission:
         busy = max(self._in_flight[index], running)
         if not limits.limit or busy + amount <= limits.limit:
             return
+        # The limit is reached. Each active tenant still gets its share, which others that came first may have taken.
         sharing = self._active + (not mine.is_active)
         share = limits.limit // sharing
         if sharing > 1 and (used == 0 or used + amount <= share):

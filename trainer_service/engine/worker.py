@@ -180,6 +180,7 @@ class EngineWorker:
         report: messages.Report
         try:
             result = execute()
+            # Written now, not beside later commands: if writing kills the process, this command is the cause.
             if isinstance(result, _DeferredWork) and request.alone:
                 result.finish()
                 result = None
@@ -190,6 +191,7 @@ class EngineWorker:
         except Exception as error:
             failure = messages.failure_of(error, _name(request))
             report = messages.Reply(request.id, _NOTHING, failure)
+        # Before the answer, which cannot be taken back.
         if self._ranks.size > 1 and not isinstance(request.command, messages.READ_ONLY):
             self._ranks.check_same_outcome(failure.reason if failure is not None else "")
         self._failpoints.hit(f"engine_{_name(request)}{point}")

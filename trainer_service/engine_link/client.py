@@ -341,6 +341,8 @@ class EngineConnection:
         self._dead, by_itself = True, not self._closing
         self._watching.cancel()
         self._writer.close()
+        # Of several commands that it was executing, any may have killed it. None is charged with the death; each is
+        # executed alone when it is sent again, so that the next death has one cause.
         executing = {
             key: waiting
             for key, waiting in self._waiting.items()

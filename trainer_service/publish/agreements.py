@@ -164,6 +164,7 @@ class Agreements:
             if agreement.refusal:
                 seen.refused[run_id] = max(version, refused)
                 seen.agreed.discard(run_id)
+            # Results come in any order: an older version that agreed does not clear a newer one that was refused.
             elif version > refused:
                 seen.agreed.add(run_id)
                 seen.comparing.pop(run_id, None)

@@ -134,6 +134,7 @@ class WatchHub:
         """
         older = self._watchers.get(watcher.sampler_id)
         if older is not None:
+            # A process that connects again has the same instance. Two processes would replace each other forever.
             if older.instance and watcher.instance and older.instance != watcher.instance:
                 raise errors.SamplerExists(
                     f"another sampler has the name {watcher.sampler_id}; give each a name of its own",
@@ -302,6 +303,7 @@ class WatchHub:
             raise errors.RunNotFound("the run was deleted", field="run_id")
         acknowledged = self._acks[key].keys()
         watching = expected & self._watchers.keys()
+        # A sampler that cannot load it for the moment may still acknowledge it; only a final refusal counts.
         refusing = {name for name, refusal in self._refusals[key].items() if name in watching and not refusal.pending}
         if refusing and (policy is AckPolicy.ALL or refusing == watching):
             raise self._refused(key, min(refusing), expected)

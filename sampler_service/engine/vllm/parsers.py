@@ -83,7 +83,7 @@ def check_effects(body: dict[str, Any], parsers: Parsers, renderer: BaseRenderer
     if not given and "reasoning_effort" not in body:
         return
     known = _template_variables(renderer, config, body.get("tools"))
-    if known is None:
+    if known is None:  # What vLLM's own rendering uses cannot be told; nothing is refused.
         return
     if "reasoning_effort" in body and not known & _THINKING:
         raise Unsupported("has no effect on this model: its chat template does not use it", field="reasoning_effort")

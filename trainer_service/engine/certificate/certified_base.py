@@ -147,6 +147,7 @@ class _UncertifiedBase:
             if within is not None and not reason:
                 return _Verdict(mode, within, "" if mode.is_packed else packing)
             _log.info("%s cannot run in mode %s: %s (%s).", name, mode, reason, differences or "no results")
+            # The next mode is slower. One with few deviations gets another probe before it is given up for that one.
             may_be_chance = differences is not None and stock is not None and differences.only_few_differ(stock)
             if may_be_chance and self._seed < _PROBES - 1:
                 raise InconclusiveError

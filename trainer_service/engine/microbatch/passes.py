@@ -326,6 +326,7 @@ def _smaller_passes(passes: Passes, *, out_of_memory: bool) -> list[Passes]:
     Returns an empty list if nothing can be split.
     """
     jobs = _jobs_of(passes)
+    # Runs are separated after any error: none may fail because of another.
     if len(jobs) > 1:
         return [[[share for share in shares if share[0] is job] for shares in passes] for job in jobs]
     counts = [len(segments) for shares in passes for _, segments in shares]
@@ -333,6 +334,7 @@ def _smaller_passes(passes: Passes, *, out_of_memory: bool) -> list[Passes]:
         return []
     if max(counts) > 1:
         return [[_half(shares, second=second) for shares in passes] for second in (False, True)]
+    # Each rank has one segment, so they take turns.
     return [_only(passes, rank, shares) for rank, shares in enumerate(passes) if shares]
 
 

@@ -53,6 +53,7 @@ class Scheduler(Generic[D]):
         if not waiting:
             return [[] for _ in range(self._ranks)]
         for demand in waiting:
+            # Otherwise a run that was idle would go before all others until it had caught up with them.
             if demand.run_id not in self._waiting:
                 self._levels[demand.run_id] = max(self._now, self._levels.get(demand.run_id, 0))
         first = min(waiting, key=self._level)

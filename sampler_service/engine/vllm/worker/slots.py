@@ -302,6 +302,7 @@ class SlotWriter:
                 _copy_scaled(b, source)
         for rest in plan.rest:
             rest.zero_()
+        # vLLM writes layers of other kinds. One that this adapter lacks may hold the previous adapter's weights.
         for name in self._touched - set(plan.plain):
             layer, weights = self._internals.layers[name], adapter.get_lora(name)
             if weights is None:

@@ -194,6 +194,7 @@ def write_model(model: nn.Module, directory: Path) -> None:
         if wrong := wrong or [name for name, view in views.items() if view.data_ptr() not in tied]:
             raise ValueError(f"the model in {directory} does not fit: {wrong[0]}")
         for name in shapes:
+            # Tied parameters are one memory under several names.
             if views[name].data_ptr() not in written:
                 written.add(views[name].data_ptr())
                 views[name].copy_(file.get_tensor(name))
