@@ -14,8 +14,8 @@ import pytest
 from paceline.child import Child, fork, reason_of_status
 
 PATIENCE = 60.0
-FOREVER = "import signal; print('runs', flush=True); signal.pause()"
-STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FOREVER}"
+LONG = "import time; print('runs', flush=True); time.sleep(300)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LONG}"
 ECHO = "import socket; link = socket.socket(fileno=0)\nwhile data := link.recv(99): link.sendall(data.upper())"
 
 
@@ -41,8 +41,8 @@ def left_of(parent):
     return pid
 
 
-async def gone(pid):
-    async with asyncio.timeout(PATIENCE):
+async def gone(pid, within=PATIENCE):
+    async with asyncio.timeout(within):
         while is_alive(pid):  # noqa: ASYNC110 - it is another process's child
             await asyncio.sleep(0.01)
 
@@ -68,7 +68,7 @@ async def test_everybody_who_waits_is_told_how_a_child_ended_and_it_is_reaped(pr
 
 
 async def test_a_child_that_is_asked_to_end_may_take_its_time_and_is_killed_after_it():
-    polite, output = started(FOREVER)
+    polite, output = started(LONG)
     assert output.readline() == b"runs\n"
     assert not await polite.ends_within(0.0)
     polite.terminate()
@@ -88,7 +88,7 @@ async def test_a_child_that_is_asked_to_end_may_take_its_time_and_is_killed_afte
 
 
 async def test_a_caller_that_stops_waiting_takes_the_status_from_nobody():
-    child, output = started(FOREVER)
+    child, output = started(LONG)
     assert output.readline() == b"runs\n"
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(child.wait(), 0.01)
@@ -116,6 +116,20 @@ async def test_a_child_with_a_session_of_its_own_is_killed_with_its_group():
     child.kill()
     assert await child.wait() == -signal.SIGKILL
     await gone(member)
+
+
+async def test_the_number_of_a_child_that_has_ended_is_not_signalled():
+    script = "import subprocess; print(subprocess.Popen(['sleep', '300']).pid, flush=True)"
+    child, output = started(script, own_session=True)
+    member = int(output.readline())
+    assert await child.wait() == 0
+    child.kill()
+    child.terminate()
+    try:
+        with pytest.raises(TimeoutError):  # the group that has the child's number lives on
+            await gone(member, within=0.5)
+    finally:
+        os.kill(member, signal.SIGKILL)
 
 
 async def test_a_linked_child_talks_to_its_parent_and_ends_when_the_link_is_closed():
