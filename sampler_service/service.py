@@ -32,11 +32,13 @@ from sampler_service.sampling import Sampler
 from sampler_service.scheduling.admission import Admission, ResourceLimits
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.settings import SamplerSettings
-from sampler_service.stores.adapters import RegistryLimits, VersionRegistry
+from sampler_service.stores.adapters import VersionRegistry
 from sampler_service.stores.base import VersionResolver, Versions
 from sampler_service.stores.disk import DiskTier
 from sampler_service.stores.full_model import ModelSlot
 from sampler_service.stores.in_place import InPlaceSlot, UpdateServer
+from sampler_service.stores.places import RegistryLimits
+from sampler_service.stores.version import VersionTable
 from sampler_service.transports.base import Bridge, ManifestRules
 from sampler_service.transports.collective import GroupReceiver
 from sampler_service.transports.push import PushReceiver
@@ -159,7 +161,7 @@ class SamplerService:
         scratch = StagingArea(directory) if directory else None
         if scratch is not None:
             self._started.callback(scratch.close)
-        return DiskTier(scratch, most if self._mode.weights is Weights.ADAPTERS else 0)
+        return DiskTier(VersionTable(), scratch, most if self._mode.weights is Weights.ADAPTERS else 0)
 
     def _show_memory(self, versions: Versions, disk: DiskTier) -> None:
         """Log the limits on slots, host memory and disk that the settings imply, and export their usage as metrics."""
@@ -177,7 +179,7 @@ class SamplerService:
         metrics.versions_loaded.set_function(lambda: len(versions))
         metrics.version_bytes.set_function(lambda: sum(entry.staged.manifest.total_size for entry in versions))
         metrics.versions_on_disk.set_function(lambda: len(disk))
-        metrics.disk_bytes.set_function(lambda: sum(staged.manifest.total_size for staged in disk))
+        metrics.disk_bytes.set_function(lambda: sum(version.staged.manifest.total_size for version in disk))
         metrics.completions_running.set_function(self._engine.num_running)
 
     def _make_versions(

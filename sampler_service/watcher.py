@@ -20,7 +20,8 @@ from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.agreement import AgreementStatus
 from sampler_service.engine.options import Serves
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.base import LoadedVersion, VersionResolver, Versions
+from sampler_service.stores.base import VersionResolver, Versions
+from sampler_service.stores.version import Version
 from sampler_service.transports.base import VersionKey
 from sampler_service.transports.collective import GroupReceiver
 from sampler_service.transports.stream import Offer, Offers
@@ -227,7 +228,7 @@ class VersionWatcher:
             if self._group is not None:
                 self._group.drop(key)
 
-    async def _load(self, key: VersionKey, blake3: str) -> LoadedVersion:
+    async def _load(self, key: VersionKey, blake3: str) -> Version:
         """Load an announced version. If there is no room, send a temporary refusal and retry.
 
         Raises EngineUnavailable if a newer version arrives before there is room, and as `_exactly`.
@@ -245,7 +246,7 @@ class VersionWatcher:
             await asyncio.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY)
 
-    async def _exactly(self, key: VersionKey, blake3: str) -> LoadedVersion:
+    async def _exactly(self, key: VersionKey, blake3: str) -> Version:
         """Load exactly the announced content, not other content under its number. Raises ChecksumMismatch.
 
         What was in transit at the announcement may be older content: a shared fetch, or a version on its way to disk.
@@ -264,16 +265,16 @@ class VersionWatcher:
         message = f"received bytes with BLAKE3 {received or 'that differ each time'}; {blake3} was announced"
         raise errors.ChecksumMismatch(message, field="model.blake3")
 
-    async def _find_or_fetch(self, key: VersionKey) -> LoadedVersion:
+    async def _find_or_fetch(self, key: VersionKey) -> Version:
         return self._registry.find(key) or await self._registry.fetch(key)
 
-    def _loaded(self, entry: LoadedVersion) -> None:
+    def _loaded(self, entry: Version) -> None:
         """Also acknowledge a version that was pushed or requested, so that the trainer keeps it while it is held."""
         if entry.served.version and entry.key not in self._awaited:
             times = entry.times
             self._acknowledge(entry, times.step_wait_milliseconds + times.apply_milliseconds)
 
-    def _acknowledge(self, entry: LoadedVersion, milliseconds: float) -> None:
+    def _acknowledge(self, entry: Version, milliseconds: float) -> None:
         acknowledgement = acknowledge(entry, self._sampler_id, milliseconds)
         acknowledgement.run_refused = self._agreement.refuses_run(entry.served.run_id)
         self._send(pb.WatchVersionsRequest(acknowledgement=acknowledgement))
@@ -296,7 +297,7 @@ class VersionWatcher:
             self._outbox.put_nowait(message)
 
 
-def acknowledge(entry: LoadedVersion, sampler_id: str, milliseconds: float) -> pb.Acknowledgement:
+def acknowledge(entry: Version, sampler_id: str, milliseconds: float) -> pb.Acknowledgement:
     """Build the acknowledgement of an active version, with the checksum of the bytes that this sampler serves."""
     return pb.Acknowledgement(
         run_id=entry.served.run_id,

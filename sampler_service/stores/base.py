@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence, Set
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -16,30 +16,11 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from sampler_service.engine.protocol import Adapter, LoadTimes
+from sampler_service.stores.version import Version, VersionState, VersionTable
 from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey
 
 T = TypeVar("T")
 _log = get_logger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class LoadedVersion:
-    """An adapter, or a whole model, that the engine holds."""
-
-    staged: StagedAdapter
-    adapter: Adapter
-    times: LoadTimes
-    requests_in_flight: int = 0
-    retired: bool = False
-    """Whether it is unloaded when its last request ends."""
-    is_announced: bool = False
-    """Whether an announcement of it has been answered; the trainer repeats that for the copy on the volume."""
-    key: VersionKey = field(init=False)
-    served: ServedModel = field(init=False)
-    tenant: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key, self.served, self.tenant = self.staged.key, self.staged.served, self.staged.manifest.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +83,11 @@ class Versions(Protocol):
         """Return the number of loaded versions and checkpoints; the base model does not count."""
         ...
 
-    def __iter__(self) -> Iterator[LoadedVersion]:
+    def __iter__(self) -> Iterator[Version]:
         """Yield the loaded versions and checkpoints."""
         ...
 
-    def find(self, key: VersionKey) -> LoadedVersion | None:
+    def find(self, key: VersionKey) -> Version | None:
         """Return the loaded version with this key, if any."""
         ...
 
@@ -118,11 +99,11 @@ class Versions(Protocol):
         """Keep the weights that `ref` names loaded while the block runs, fetching them first if necessary."""
         ...
 
-    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
+    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> Version:
         """Fetch weights and load them."""
         ...
 
-    async def install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
+    async def install(self, staged: StagedAdapter, arrival: Arrival) -> Version:
         """Load weights that were pushed. The store owns their files from now on, even if this raises.
 
         `arrival` was registered before their bytes arrived.
@@ -162,10 +143,10 @@ class Versions(Protocol):
 
 
 class SingleModelStore:
-    """The part of a store that holds one model at a time: its entry, and the number of requests that use the model."""
+    """The part of a store that holds one model at a time: its version, and the number of requests that use it."""
 
     def __init__(self) -> None:
-        self._entry: LoadedVersion | None = None
+        self._table = VersionTable()
         self._in_use = 0
         self._idle = asyncio.Event()
         """Set while no request uses the model."""
@@ -174,15 +155,15 @@ class SingleModelStore:
         self.arrivals = Arrivals()
 
     def __len__(self) -> int:
-        return int(self._entry is not None)
+        return self._table.num_findable()
 
-    def __iter__(self) -> Iterator[LoadedVersion]:
-        return iter([self._entry] if self._entry else [])
+    def __iter__(self) -> Iterator[Version]:
+        return iter(self._table.findable())
 
     def held(self) -> Iterator[ServedModel]:
-        return (entry.served for entry in self)
+        return (version.served for version in self)
 
-    async def install(self, staged: StagedAdapter, arrival: Arrival) -> LoadedVersion:
+    async def install(self, staged: StagedAdapter, arrival: Arrival) -> Version:
         await staged.discard()
         raise errors.Unsupported("this sampler serves whole models, which are not pushed", field="model")
 
@@ -191,6 +172,25 @@ class SingleModelStore:
 
     def retire_superseded(self, run_id: str) -> None:
         """Do nothing: each version replaces the previous one."""
+
+    @property
+    def _entry(self) -> Version | None:
+        """The version that the engine holds; None for the base model, and for weights that nobody can use."""
+        return next(iter(self._table.findable()), None)
+
+    def _activate(self, staged: StagedAdapter, adapter: Adapter, times: LoadTimes) -> Version:
+        """Let requests find weights that the engine has loaded, and that were verified before or while it did."""
+        version = self._table.add(staged)
+        version.adapter, version.times = adapter, times
+        self._table.move(version, VersionState.VERIFYING)
+        self._table.move(version, VersionState.ACTIVE)
+        return version
+
+    def _release_entry(self) -> None:
+        """Report that the engine's weights are other ones now; their files may be deleted."""
+        if (entry := self._entry) is not None:
+            self._table.move(entry, VersionState.RELEASED)
+            self.listeners.notify_released(entry.served)
 
     def _begin_use(self) -> None:
         self._in_use += 1
@@ -206,10 +206,10 @@ class Listeners:
     """Callbacks for versions that are loaded, and for those that are neither loaded nor on disk any more."""
 
     def __init__(self) -> None:
-        self.loaded: list[Callable[[LoadedVersion], None]] = []
+        self.loaded: list[Callable[[Version], None]] = []
         self.released: list[Callable[[ServedModel], None]] = []
 
-    def notify_loaded(self, entry: LoadedVersion) -> None:
+    def notify_loaded(self, entry: Version) -> None:
         """Report that a version was loaded."""
         served = entry.served
         _log.info("version loaded", run=served.run_id, version=served.version, checkpoint=served.checkpoint)

@@ -17,15 +17,8 @@ from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from sampler_service.engine.protocol import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.base import (
-    Arrival,
-    Lease,
-    LoadedVersion,
-    SharedFetches,
-    SingleModelStore,
-    VersionResolver,
-    run_of,
-)
+from sampler_service.stores.base import Arrival, Lease, SharedFetches, SingleModelStore, VersionResolver, run_of
+from sampler_service.stores.version import Version
 from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, arriving_within, check_owner
 
 _BASE = VersionKey()
@@ -43,7 +36,7 @@ class _Waiter:
     arrival: Arrival
     turn: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Whether it was admitted; if not, it must fetch the weights and wait again."""
-    entry: LoadedVersion | None = None
+    entry: Version | None = None
     """The loaded version that it was admitted to; None for the base model."""
 
 
@@ -94,7 +87,7 @@ class ModelSlot(SingleModelStore):
     def serves(self, ref: ModelRef) -> bool:
         return self._key == (_BASE if ref.is_base else VersionKey(ref.run_id, ref.version or 0))
 
-    def find(self, key: VersionKey) -> LoadedVersion | None:
+    def find(self, key: VersionKey) -> Version | None:
         return self._entry if key == self._key else None
 
     @asynccontextmanager
@@ -108,7 +101,7 @@ class ModelSlot(SingleModelStore):
             milliseconds = 0.0 if was_loaded else 1e3 * (perf_counter() - start)
             yield Lease(entry.served if entry else self._base, load_milliseconds=milliseconds, release=release)
 
-    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
+    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> Version:
         """Load a model. Raises as `lease`, and EngineUnavailable if a newer one was announced before its turn."""
         async with self._hold(key, tenant, announced=True) as (entry, _):
             if entry is None:
@@ -144,7 +137,7 @@ class ModelSlot(SingleModelStore):
     @asynccontextmanager
     async def _hold(
         self, key: VersionKey, tenant: str, *, announced: bool = False
-    ) -> AsyncIterator[tuple[LoadedVersion | None, Callable[[], None]]]:
+    ) -> AsyncIterator[tuple[Version | None, Callable[[], None]]]:
         """Keep the weights of `key` in the engine; yield their entry (None for the base model) and an early release."""
         entered, arrival = False, self.arrivals.expect(run_of(key))
         while not entered:
@@ -276,12 +269,10 @@ class ModelSlot(SingleModelStore):
         head.arrival.check()
         if head.staged is not None:
             adapter = Adapter(next(self._numbers), str(head.key.ref()), head.staged.directory)
-            self._entry = LoadedVersion(head.staged, adapter, times)
-            self.listeners.notify_loaded(self._entry)
+            self.listeners.notify_loaded(self._activate(head.staged, adapter, times))
         _log.info("model loaded", weights=str(head.key.ref()))
 
     def _replace(self, key: VersionKey | None) -> None:
         """Drop the loaded entry for what the engine holds now, and report its release: its files may be deleted."""
-        entry, self._entry, self._key = self._entry, None, key
-        if entry is not None:
-            self.listeners.notify_released(entry.served)
+        self._key = key
+        self._release_entry()

@@ -24,7 +24,8 @@ from paceline.weights import absent
 from paceline.weights.v1 import weight_service_pb2 as pb
 from sampler_service.engine.protocol import Adapter, LoadTimes, WritableEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.base import Lease, LoadedVersion, SharedFetches, SingleModelStore, VersionResolver
+from sampler_service.stores.base import Lease, SharedFetches, SingleModelStore, VersionResolver
+from sampler_service.stores.version import Version
 from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, arriving_within, check_owner
 
 _DRAIN_SECONDS = 45.0
@@ -66,14 +67,14 @@ class InPlaceSlot(SingleModelStore):
         self._is_torn = False
         self._changing = asyncio.Lock()
 
-    def __iter__(self) -> Iterator[LoadedVersion]:
+    def __iter__(self) -> Iterator[Version]:
         """Yield the served version once its manifest is known; before that it is not reported to the trainer."""
         return iter([self._entry] if self._entry and self._entry.served.blake3 else [])
 
     def serves(self, ref: ModelRef) -> bool:
         return self._is_base if ref.is_base else self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
 
-    def find(self, key: VersionKey) -> LoadedVersion | None:
+    def find(self, key: VersionKey) -> Version | None:
         """Return the version if it is the served one and its manifest is known."""
         return next((entry for entry in self if entry.key == key), None)
 
@@ -89,7 +90,7 @@ class InPlaceSlot(SingleModelStore):
             held.callback(self._end_use)
             yield replace(lease, release=held.close)
 
-    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> LoadedVersion:
+    async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> Version:
         """Return an announced version; if the trainer did not write it, it is written from the volume.
 
         While no run owns the weights, as after a restart, only a request can load a version, not an announcement: then
@@ -100,7 +101,7 @@ class InPlaceSlot(SingleModelStore):
             raise errors.EngineUnavailable("it is loaded when a request asks for it")
         return await self._bring(key, tenant)
 
-    async def _bring(self, key: VersionKey, tenant: str) -> LoadedVersion:
+    async def _bring(self, key: VersionKey, tenant: str) -> Version:
         if key.checkpoint:
             raise errors.Unsupported("this sampler serves one run's weights and no checkpoints", field="model")
         if not self._holds(key):
@@ -110,7 +111,6 @@ class InPlaceSlot(SingleModelStore):
         if entry is None or entry.key != key:
             raise errors.EngineUnavailable("a newer version came before this one was loaded")
         entry.staged = StagedAdapter(await self._bridge.describe(key.ref(), tenant), Path(), temporary=False)
-        entry.served = entry.staged.served
         return entry
 
     async def _load(self, key: VersionKey, tenant: str) -> None:
@@ -179,7 +179,7 @@ class InPlaceSlot(SingleModelStore):
         manifest.model.base_model = self._base.base_model
         manifest.model.run_id, manifest.model.version = request.run_id, request.version
         adapter = Adapter(request.version, f"{request.run_id}/{request.version}", Path())
-        self._entry = LoadedVersion(StagedAdapter(manifest, Path(), temporary=False), adapter, times)
+        self._activate(StagedAdapter(manifest, Path(), temporary=False), adapter, times)
         self._metrics.observe_load(times)
         _log.info("weights written", run=request.run_id, version=request.version, milliseconds=times.apply_milliseconds)
 
@@ -225,9 +225,8 @@ class InPlaceSlot(SingleModelStore):
         )
 
     def _release(self) -> None:
-        entry, self._entry, self._is_base = self._entry, None, False
-        if entry is not None:
-            self.listeners.notify_released(entry.served)
+        self._is_base = False
+        self._release_entry()
 
 
 class UpdateServer:

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +26,13 @@ from paceline.types import ModelRef, ServedModel
 from paceline.weights import read_manifest
 from sampler_service.engine.hf.engine import HfEngine
 from sampler_service.engine.options import EngineOptions
-from sampler_service.engine.protocol import Adapter
+from sampler_service.engine.protocol import Adapter, LoadTimes
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.adapters import RegistryLimits, VersionRegistry
+from sampler_service.stores.adapters import VersionRegistry
 from sampler_service.stores.base import VersionResolver
 from sampler_service.stores.disk import DiskTier
+from sampler_service.stores.places import RegistryLimits
+from sampler_service.stores.version import VersionTable
 from sampler_service.transports.base import ManifestRules, StagedAdapter, VersionKey
 from sampler_service.transports.trainer_link import TrainerLink
 from sampler_service.transports.volume import VolumeBridge
@@ -66,16 +68,23 @@ def copied(staged: StagedAdapter, directory: Path) -> StagedAdapter:
 
 
 class GatedEngine(HfEngine):
-    """Removes adapters when the gate is open."""
+    """Removes adapters when the gate is open, and knows those that it has."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self.gate = asyncio.Event()
         self.gate.set()
+        self.adapters: set[str] = set()
+
+    async def add_adapter(self, adapter: Adapter) -> LoadTimes:
+        times = await super().add_adapter(adapter)
+        self.adapters.add(adapter.name)
+        return times
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         await self.gate.wait()
         await super().remove_adapter(adapter)
+        self.adapters.discard(adapter.name)
 
 
 @dataclass
@@ -89,12 +98,15 @@ class Setup:
     resolver: VersionResolver
     metrics: SamplerMetrics
     stack: AsyncExitStack
+    disk: DiskTier = field(init=False)
+    """That of the registry made last."""
 
     def registry(
         self, max_loaded: int = 4, keep: int = 2, seconds: float = 60, on_disk: int = 0, per_tenant: int = 0
     ) -> VersionRegistry:
-        limits, disk = RegistryLimits(max_loaded, keep, seconds, per_tenant), DiskTier(None, on_disk)
-        registry = VersionRegistry(self.engine, self.bridge, self.resolver, BASE, limits, self.metrics, disk)
+        limits = RegistryLimits(max_loaded, keep, seconds, per_tenant)
+        self.disk = DiskTier(VersionTable(), None, on_disk)
+        registry = VersionRegistry(self.engine, self.bridge, self.resolver, BASE, limits, self.metrics, self.disk)
         self.stack.push_async_callback(registry.close)
         return registry
 
@@ -489,7 +501,7 @@ async def test_a_file_that_changed_after_it_was_verified_is_not_served(setup, ho
     with pytest.raises(errors.TrainerUnavailable if how == "removed" else errors.ChecksumMismatch):
         await use(registry, ref)
     assert not len(registry)
-    assert not setup.engine._live().bank.loaded
+    assert not setup.engine.adapters
 
 
 async def test_a_version_whose_staged_files_are_removed_under_its_load_is_fetched_again(
@@ -582,3 +594,77 @@ async def test_files_that_belong_there_stay_on_the_volume(setup):
     shutil.rmtree(setup.volume.version(RUN, 1))
     with pytest.raises(errors.TrainerUnavailable):  # only it could say whether the version is still to come
         await use(registry, ref)
+
+
+def verified_later(staged: StagedAdapter, directory: Path) -> tuple[StagedAdapter, asyncio.Future]:
+    """Return a copy of a version whose bytes are verified when the future has the manifest, or its failure."""
+    outcome = asyncio.get_running_loop().create_future()
+
+    async def verify():
+        return await outcome
+
+    copy = shutil.copytree(staged.directory, directory)
+    return StagedAdapter(staged.manifest, copy, True, asyncio.create_task(verify()), on_disk=True), outcome
+
+
+async def test_a_version_that_proves_damaged_keeps_its_place_until_the_engine_has_dropped_it(setup, tmp_path):
+    registry, ref = setup.registry(max_loaded=1), setup.publish(2)
+    staged = await setup.bridge.fetch(setup.publish(1), TENANT)
+    damaged, outcome = verified_later(staged, tmp_path / "damaged")
+    installing = asyncio.create_task(registry.install(damaged, registry.arrivals.expect(RUN)))
+    await until(lambda: setup.engine.adapters)
+    setup.engine.gate.clear()
+    outcome.set_exception(errors.ChecksumMismatch("damaged"))
+    using = asyncio.create_task(use(registry, ref))
+    await until(lambda: setup.bridge.fetches == 2)
+    await asyncio.wait({using}, timeout=0.3)
+    assert len(setup.engine.adapters) == 1
+    setup.engine.gate.set()
+    with pytest.raises(errors.ChecksumMismatch):
+        await installing
+    assert (await using).served.version == 2
+
+
+async def test_a_version_that_is_loaded_anew_while_it_is_evicted_is_held_once_and_leaves_no_files(setup, tmp_path):
+    registry = setup.registry(max_loaded=2, keep=8, on_disk=8)
+    released = []
+    registry.listeners.released.append(released.append)
+    staged = await setup.bridge.fetch(setup.publish(1), TENANT)
+    (slow, slow_outcome), (fast, fast_outcome) = (verified_later(staged, tmp_path / name) for name in ("slow", "fast"))
+    first = asyncio.create_task(registry.install(slow, registry.arrivals.expect(RUN)))
+    await until(lambda: setup.engine.adapters)
+    fast_outcome.set_result(staged.manifest)
+    await registry.install(fast, registry.arrivals.expect(RUN))
+    setup.engine.gate.clear()
+    using = asyncio.create_task(use(registry, setup.publish(2)))
+    await until(lambda: not len(registry))
+    slow_outcome.set_result(staged.manifest)
+    await first
+    setup.engine.gate.set()
+    await using
+    assert sorted(served.version for served in registry.held()) == [1, 2]
+    await until(lambda: not fast.directory.exists())
+    assert slow.directory.exists()
+    assert not released
+
+
+async def test_a_version_that_finds_no_place_waits_on_only_if_it_was_not_loaded_anew_meanwhile(setup, tmp_path):
+    registry = setup.registry(max_loaded=2, keep=8, on_disk=8, per_tenant=1)
+    one, two = setup.publish(1), setup.publish(2)
+    await use(registry, one)
+    await use(registry, two)
+    anew, outcome = verified_later(await setup.bridge.fetch(one, TENANT), tmp_path / "anew")
+    setup.engine.gate.clear()
+    registry.unload(two, TENANT)
+    installing = asyncio.create_task(registry.install(anew, registry.arrivals.expect(RUN)))
+    await until(lambda: len(setup.engine.adapters) == 2)
+    assert len(setup.disk) == 1
+    returning = asyncio.create_task(use(registry, one))
+    await until(lambda: not len(setup.disk))
+    outcome.set_result(anew.manifest)
+    await installing
+    async with registry.lease(one, TENANT):
+        setup.engine.gate.set()
+        with pytest.raises(errors.QuotaExceeded):
+            await returning
+        assert [served.version for served in registry.held()] == [1]

@@ -71,6 +71,5 @@ async def test_a_model_that_was_fetched_twice_leaves_no_files(tmp_path):
     bridge.gate.set()
     assert await requested == 1
     assert (await announced).served.version == 1
-    await slot._discarding.finish()
-    assert not list(tmp_path.iterdir())
+    await until(lambda: not list(tmp_path.iterdir()))
     await slot.close()
