@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
 
 from paceline import errors
-from paceline.background import Background
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from sampler_service.engine.protocol import Adapter, LoadTimes, ModelEngine
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.stores.base import Arrival, Lease, SharedFetches, SingleModelStore, VersionResolver, run_of
+from sampler_service.stores.base import Arrival, Lease, SingleModelStore, VersionResolver, run_of
+from sampler_service.stores.model_files import ModelFiles
 from sampler_service.stores.version import Version
 from sampler_service.transports.base import Bridge, StagedAdapter, VersionKey, arriving_within, check_owner
 
@@ -61,7 +61,6 @@ class ModelSlot(SingleModelStore):
         """`set_ready` sets the service's readiness, which is off while the engine has no model."""
         super().__init__()
         self._engine = engine
-        self._bridge = bridge
         self._resolver = resolver
         self._base = ServedModel(base_model)
         self._base_path = engine.model_path
@@ -74,12 +73,7 @@ class ModelSlot(SingleModelStore):
         self._switching: asyncio.Task[None] | None = None
         self._refused: dict[VersionKey, str] = {}
         """Models that could not be loaded, with their BLAKE3."""
-        self._fetches: SharedFetches[StagedAdapter] = SharedFetches()
-        self._wanted: Counter[VersionKey] = Counter()
-        """Number of waiters and switches that need each model's files; at zero the files are discarded."""
-        self._brought: dict[VersionKey, list[StagedAdapter]] = {}
-        """Fetched files; a tenant and the sampler may have fetched the same model."""
-        self._discarding = Background("files of a model not removed")
+        self._files = ModelFiles(bridge)
         self._numbers = count(1)
         metrics.requests_queued.set_function(lambda: len(self._queue))
         metrics.rebuilding.set_function(lambda: self._switching is not None)
@@ -128,8 +122,7 @@ class ModelSlot(SingleModelStore):
             self._advance()
 
     async def close(self) -> None:
-        await self._fetches.close()
-        await self._discarding.close()
+        await self._files.close()
         if self._switching is not None:
             self._switching.cancel()
             await asyncio.gather(self._switching, return_exceptions=True)
@@ -141,7 +134,7 @@ class ModelSlot(SingleModelStore):
         """Keep the weights of `key` in the engine; yield their entry (None for the base model) and an early release."""
         entered, arrival = False, self.arrivals.expect(run_of(key))
         while not entered:
-            with self._files(key):
+            with self._files.needed(key):
                 waiter = _Waiter(key, await self._stage(key, tenant), announced, arrival)
                 entered = await self._enter(waiter)
         with ExitStack() as held:
@@ -158,32 +151,9 @@ class ModelSlot(SingleModelStore):
             return None
         with self._metrics.fetch_seconds.time():
             async with arriving_within(self._fetch_timeout):
-                if brought := self._brought.get(key):
-                    staged = brought[-1]
-                else:
-                    staged = await self._fetches.join(key, tenant, lambda: self._bring(key, tenant))
+                staged = await self._files.fetch(key, tenant)
         check_owner(staged.manifest.tenant, key.ref(), tenant)
         return staged
-
-    async def _bring(self, key: VersionKey, tenant: str) -> StagedAdapter:
-        staged = await self._bridge.fetch(key.ref(), tenant)
-        await staged.verified()
-        with self._files(key):  # discards the files if all callers were cancelled meanwhile
-            self._brought.setdefault(key, []).append(staged)
-        return staged
-
-    @contextmanager
-    def _files(self, key: VersionKey) -> Iterator[None]:
-        """Keep the fetched files of a model while the block runs; once it is loaded the engine does not need them."""
-        self._wanted[key] += 1
-        try:
-            yield
-        finally:
-            self._wanted[key] -= 1
-            if not self._wanted[key]:
-                del self._wanted[key]
-                for staged in self._brought.pop(key, ()):
-                    self._discarding.spawn(staged.discard())
 
     async def _enter(self, waiter: _Waiter) -> bool:
         self._queue.append(waiter)
@@ -232,7 +202,7 @@ class ModelSlot(SingleModelStore):
 
     async def _switch(self, head: _Waiter) -> None:
         """Replace the model when the requests in progress have ended, and admit all that wait for it."""
-        with self._files(head.key):
+        with self._files.needed(head.key):
             await self._change(head)
 
     async def _change(self, head: _Waiter) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from enum import Enum, auto
 from pathlib import Path
 from time import perf_counter
 
@@ -35,6 +36,28 @@ _WRITE_SECONDS = 60.0
 """Longest duration of a write by the trainer; a stopped writer would block every request."""
 
 _log = get_logger(__name__)
+
+
+class SlotState(Enum):
+    """Whose the engine's weights are."""
+
+    BASE = auto()
+    """The base model's."""
+    WRITING = auto()
+    """Nobody's: a write is in progress, or was interrupted. No request starts before a complete one."""
+    SERVING = auto()
+    """Those of a run's version."""
+    UNUSED = auto()
+    """Nobody's: other content has the version's number, or its run was deleted. A run may write its own."""
+
+
+_MOVES: Mapping[SlotState, Set[SlotState]] = {
+    SlotState.BASE: {SlotState.WRITING},
+    SlotState.WRITING: {SlotState.WRITING, SlotState.SERVING, SlotState.UNUSED},
+    SlotState.SERVING: {SlotState.WRITING, SlotState.UNUSED},
+    SlotState.UNUSED: {SlotState.WRITING},
+}
+"""The moves that are permitted, from each state."""
 
 
 class InPlaceSlot(SingleModelStore):
@@ -63,8 +86,7 @@ class InPlaceSlot(SingleModelStore):
         self._fetch_timeout = fetch_timeout_seconds
         self._metrics = metrics
         self._fetches: SharedFetches[None] = SharedFetches()
-        self._is_base = True
-        self._is_torn = False
+        self._state = SlotState.BASE
         self._changing = asyncio.Lock()
 
     def __iter__(self) -> Iterator[Version]:
@@ -72,7 +94,9 @@ class InPlaceSlot(SingleModelStore):
         return iter([self._entry] if self._entry and self._entry.served.blake3 else [])
 
     def serves(self, ref: ModelRef) -> bool:
-        return self._is_base if ref.is_base else self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
+        if ref.is_base:
+            return self._state is SlotState.BASE
+        return self.find(VersionKey(ref.run_id, ref.version or 0)) is not None
 
     def find(self, key: VersionKey) -> Version | None:
         """Return the version if it is the served one and its manifest is known."""
@@ -124,12 +148,12 @@ class InPlaceSlot(SingleModelStore):
         entry = self._entry
         if entry is not None and entry.key == key and entry.served.blake3 not in {"", blake3}:
             _log.warning("weights displaced", run=key.run_id, version=key.version, announced=blake3)
-            self._release()
+            self._give_up()
 
     def forget_run(self, run_id: str) -> None:
         self.arrivals.forget_run(run_id)
         if self._entry is not None and self._entry.served.run_id == run_id:
-            self._release()
+            self._give_up()
 
     def revived(self, lost: Sequence[Adapter]) -> None:
         """Do nothing: an engine whose weights are lent for writing is never restarted within the service."""
@@ -149,13 +173,14 @@ class InPlaceSlot(SingleModelStore):
             start = perf_counter()
             await self._take_over(request)
             await self._engine.begin_write(request.version)
-            # If the block raises, the weights stay torn: without `end_write` a paused engine stays paused.
-            self._is_torn, begun = True, perf_counter()
+            # If the block raises, the write stays interrupted: without `end_write` a paused engine stays paused.
+            self._move(SlotState.WRITING)
+            begun = perf_counter()
             yield
             times = LoadTimes(1e3 * (begun - start), 1e3 * (perf_counter() - begun))
             await self._engine.end_write(request.version)
-            self._is_torn = False
-            self._release()
+            self._release_entry()
+            self._move(SlotState.UNUSED if arrival.is_deleted else SlotState.SERVING)
             arrival.check()
             self._serve(request, times)
 
@@ -195,15 +220,15 @@ class InPlaceSlot(SingleModelStore):
     def _begin(self, served: ServedModel) -> Lease:
         entry = self._entry
         self._begin_use()
-        return Lease(served, is_current=lambda: self._entry is entry and not self._is_torn)
+        return Lease(served, is_current=lambda: self._entry is entry and self._state is not SlotState.WRITING)
 
     def _check(self, ref: ModelRef, tenant: str) -> ServedModel | None:
         """Return the model that a request gets; None if its weights are not loaded, or not yet."""
         entry = self._entry
-        if self._is_torn:
+        if self._state is SlotState.WRITING:  # an interrupted write: `_changing` is held during one in progress
             raise errors.EngineUnavailable("a write of the weights was interrupted; the next publish writes them again")
         if ref.is_base:
-            if not self._is_base:
+            if self._state is not SlotState.BASE:
                 raise errors.ModelNotFound("a run's weights were written over the base model's", field="model")
             return self._base
         if entry is not None and entry.served.run_id == ref.run_id:
@@ -219,14 +244,21 @@ class InPlaceSlot(SingleModelStore):
         entry = self._entry
         return (
             entry is not None
-            and not self._is_torn
+            and self._state is SlotState.SERVING
             and entry.served.run_id == key.run_id
             and entry.served.version >= key.version
         )
 
-    def _release(self) -> None:
-        self._is_base = False
+    def _give_up(self) -> None:
+        """Let nobody use the version any more. Weights that are being written, or were in part, are nobody's anyway."""
+        if self._state is SlotState.SERVING:
+            self._move(SlotState.UNUSED)
         self._release_entry()
+
+    def _move(self, state: SlotState) -> None:
+        if state not in _MOVES[self._state]:
+            raise RuntimeError(f"the weights cannot go from {self._state.name} to {state.name}")
+        self._state = state
 
 
 class UpdateServer:

@@ -43,3 +43,23 @@ async def test_a_version_whose_run_is_deleted_while_it_is_written_is_not_served(
     async with slot.lease(ModelRef(run_id=other), TENANT) as lease:
         assert (lease.served.run_id, lease.served.version) == (other, 1)
     assert not slot.serves(ref)
+
+
+async def test_after_an_interrupted_write_no_request_starts_before_a_complete_one(slot):
+    version = ModelRef(run_id=RUN, version=1)
+    with pytest.raises(ConnectionError):
+        async with slot.writing(WriteRequest("", RUN, 1, TENANT)):
+            raise ConnectionError("the writer died")
+    assert not slot.serves(ModelRef()), "the base model's weights are written over in part"
+    for ref in (ModelRef(), version):
+        with pytest.raises(errors.EngineUnavailable, match="interrupted"):
+            async with slot.lease(ref, TENANT):
+                pass
+    async with slot.writing(WriteRequest("", RUN, 1, TENANT)):
+        pass
+    async with slot.lease(version, TENANT) as lease:
+        assert lease.is_current()
+        with pytest.raises(ConnectionError):
+            async with slot.writing(WriteRequest("", RUN, 2, TENANT)):
+                raise ConnectionError("the writer died")
+        assert not lease.is_current()
