@@ -1,12 +1,14 @@
 r"""Reinforcement learning, end to end: sample, score, train, publish, and repeat with the new weights.
 
-    python examples/rl_loop.py [--steps 32] [--seed 0] [--out results]
+    python examples/rl_loop.py [--steps 32] [--seed 0] [--name mine] [--out results]
 
 The model completes fact sheets ("Country: Peru\nCapital:") and gets 1 for exactly the capital's name, 0 for anything
-else (see tasks.py). Each step samples a group of completions per prompt from the newest version, turns each group's
-rewards into advantages, takes one optimizer step and publishes the next version.
+else (see tasks.py). Each step publishes the weights as a version, samples a group of completions per prompt from it,
+turns each group's rewards into advantages, and takes one optimizer step.
 
-The run stays, with its checkpoints: `ServiceClient.delete_run` deletes it.
+If this script is killed, start it again: it finds its run by name and continues at the step that the run has. What is
+random in a step comes from the seed and the step's number alone, so the step that was interrupted is made again as it
+was. At the end the run is deleted; its checkpoints stay.
 
 Needs a running gateway: `make up` in another terminal prints the two variables to export. `make demo` does all of it.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -24,12 +27,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from runs import attach
 from tasks import HELD_OUT, MAX_TOKENS, STOP, Question, questions, reward
 
 import paceline
-from paceline import AdamParams, Datum, SampleResult, SamplingParams
+from paceline import AdamParams, Datum, SampleResult, SamplingClient, SamplingParams
 
 SAVE_EVERY = 8  # steps between state checkpoints: the most to repeat after RunStateLost
+MOST_BATCHES = 16  # to draw for a step, until the rewards of a group differ
 
 
 @dataclass
@@ -47,38 +52,45 @@ class StepReport:
 def main() -> None:
     """Run the loop and show the results."""
     options = parse_options()
-    rng = random.Random(options.seed)
     console = Console()
     with paceline.ServiceClient() as service:
-        training = service.create_lora_training_client(
-            rank=options.rank, seed=options.seed, user_metadata={"example": "rl_loop"}
+        training = attach(service, options.name) or service.create_lora_training_client(
+            rank=options.rank, seed=options.seed, user_metadata={"name": options.name}
         )
         loop = Loop(service, training, options)
-        draw = questions(rng)
-        before = loop.evaluate()
+        step = training.get_info().step
         reports: list[StepReport] = []
         with progress_bar(console) as progress:
             bar = progress.add_task("training", total=options.steps, reward="")
-            while len(reports) < options.steps:
+            while step < options.steps:
+                progress.update(bar, completed=step)
                 try:
-                    reports.append(loop.step([next(draw) for _ in range(options.prompts)]))
+                    report = loop.step(step)
                 except paceline.errors.RunStateLost as lost:
                     # The trainer lost the run's state. Continue from the last checkpoint, if there is one.
                     if not lost.metadata["checkpoint"]:
                         raise
-                    training.load_state_with_optimizer(lost.metadata["checkpoint"]).result()
-                    loop.publish()
+                    step = training.load_state_with_optimizer(lost.metadata["checkpoint"]).result().step
                     continue
-                progress.update(bar, advance=1, reward=f"reward {reports[-1].reward:.2f}")
+                if report is None:
+                    console.print(
+                        f"nothing is left to learn: in {MOST_BATCHES} batches all rewards of a group were equal"
+                    )
+                    break
+                step = report.step
+                reports.append(report)
+                progress.update(bar, completed=step, reward=f"reward {report.reward:.2f}")
                 if not console.is_terminal:  # where no bar is drawn
-                    console.print(describe(reports[-1], options.steps))
-        after = loop.evaluate()
-        training.save_weights_for_sampler("final").result()
-    show(console, reports, before, after, options.out)
+                    console.print(describe(report, options.steps))
+        before = loop.evaluate(service.create_sampling_client())  # the base model, from which the run started
+        after = loop.evaluate(loop.publish())
+        training.save_weights_for_sampler("final", overwrite=True).result()
+        show(console, reports, before, after, options.out)
+        service.delete_run(training.run_id)
 
 
 class Loop:
-    """The loop's state: the run and the weights to sample from."""
+    """The loop's parts: publish, sample, score, train."""
 
     def __init__(
         self, service: paceline.ServiceClient, training: paceline.TrainingClient, options: argparse.Namespace
@@ -87,42 +99,53 @@ class Loop:
         self.training = training
         self.options = options
         self.tokenizer = training.get_tokenizer()
-        self.params = SamplingParams(max_tokens=MAX_TOKENS, stop=STOP)
         self.publish_ms = 0.0
-        self.steps = 0
-        training.save_state("start").result()
-        self.publish()
 
-    def publish(self) -> None:
-        """Publish the current weights as a new version and sample from exactly that version."""
+    def step(self, done: int) -> StepReport | None:
+        """Take the step after `done` others; None if there is nothing to learn."""
         start = perf_counter()
-        published = self.training.publish_weights(wait_for="all").result()
-        self.publish_ms = 1e3 * (perf_counter() - start)
-        self.version = published.model.version
-        self.sampling = self.service.create_sampling_client(run_id=self.training.run_id, version=self.version)
-
-    def step(self, batch: list[Question]) -> StepReport:
-        """Sample groups, score them, take one optimizer step, publish."""
-        start = perf_counter()
-        results = self.sample(batch, self.options.samples)
-        rewards = [self.score(question, result) for question, result in zip(batch, results, strict=True)]
-        data = [datum for parts in zip(batch, results, rewards, strict=True) for datum in self.make_data(*parts)]
-        if data:  # nothing to learn if rewards are equal within every group
-            # Both are issued before either is awaited, so the trainer does not pause between them.
-            loss = self.training.forward_backward(data, "importance_sampling")
-            update = self.training.optim_step(AdamParams(learning_rate=self.options.learning_rate))
-            loss.result(), update.result()
-        self.publish()
-        self.steps += 1
-        if self.steps % SAVE_EVERY == 0:
+        rng = random.Random(f"{self.options.seed} {done}")  # of this step alone, so that it can be made again
+        if done % SAVE_EVERY == 0:
             self.training.save_state("latest", overwrite=True).result()
-        tokens = sum(len(sequence.tokens) for result in results for sequence in result.sequences)
-        seconds = perf_counter() - start
-        return StepReport(self.steps, float(np.mean(rewards)), tokens, self.publish_ms, self.version, seconds)
+        sampling = self.publish()
+        draw = questions(rng)
+        rewards: list[float] = []
+        tokens = 0
+        for _ in range(MOST_BATCHES):
+            batch = [next(draw) for _ in range(self.options.prompts)]
+            results = self.sample(sampling, batch, rng)
+            scores = [self.score(question, result) for question, result in zip(batch, results, strict=True)]
+            rewards += np.concatenate(scores).tolist()
+            tokens += sum(len(sequence.tokens) for result in results for sequence in result.sequences)
+            data = [datum for parts in zip(batch, results, scores, strict=True) for datum in self.make_data(*parts)]
+            if data:
+                break
+        else:
+            return None
+        # Both are issued before either is awaited, so the trainer does not pause between them.
+        loss = self.training.forward_backward(data, "importance_sampling")
+        update = self.training.optim_step(AdamParams(learning_rate=self.options.learning_rate))
+        loss.result()
+        taken, seconds = update.result().step, perf_counter() - start
+        return StepReport(taken, float(np.mean(rewards)), tokens, self.publish_ms, sampling.model.version or 0, seconds)
 
-    def sample(self, batch: list[Question], num_samples: int) -> list[SampleResult]:
-        """Sample all prompts concurrently; the sampler shares each prompt among its completions."""
-        futures = [self.sampling.sample(self.encode(question), num_samples, self.params) for question in batch]
+    def publish(self) -> SamplingClient:
+        """Publish the current weights as a new version; return a client that samples from exactly that version."""
+        start = perf_counter()
+        version = self.training.publish_weights(wait_for="all").result().model.version
+        self.publish_ms = 1e3 * (perf_counter() - start)
+        return self.service.create_sampling_client(run_id=self.training.run_id, version=version)
+
+    def sample(self, sampling: SamplingClient, batch: Sequence[Question], rng: random.Random) -> list[SampleResult]:
+        """Sample a group for each prompt, all concurrently; the sampler shares each prompt among its completions."""
+        futures = [
+            sampling.sample(
+                self.encode(question),
+                self.options.samples,
+                SamplingParams(max_tokens=MAX_TOKENS, stop=STOP, seed=rng.getrandbits(31)),
+            )
+            for question in batch
+        ]
         return [future.result() for future in futures]
 
     def score(self, question: Question, result: SampleResult) -> np.ndarray:
@@ -141,9 +164,9 @@ class Loop:
             for sequence, advantage in zip(result.sequences, advantages, strict=True)
         ]
 
-    def evaluate(self) -> float:
+    def evaluate(self, sampling: SamplingClient) -> float:
         """Return the mean reward on questions that are never trained on."""
-        results = self.sample(list(HELD_OUT), self.options.samples)
+        results = self.sample(sampling, HELD_OUT, random.Random(self.options.seed))
         scores = [self.score(question, result) for question, result in zip(HELD_OUT, results, strict=True)]
         return float(np.mean(scores))
 
@@ -162,6 +185,9 @@ def describe(report: StepReport, steps: int) -> str:
 
 def show(console: Console, reports: list[StepReport], before: float, after: float, out: Path) -> None:
     """Print the table, draw the curve, save the numbers."""
+    if not reports:  # an earlier script took all steps
+        console.print(f"on countries never trained on: before {before:.3f}, after {after:.3f}")
+        return
     table = Table(title="Reinforcement learning through Paceline")
     for heading in ("step", "mean reward", "tokens", "publish ms", "version"):
         table.add_column(heading, justify="right")
@@ -179,17 +205,18 @@ def show(console: Console, reports: list[StepReport], before: float, after: floa
     out.mkdir(parents=True, exist_ok=True)
     facts = {"first_quarter": first, "last_quarter": last, "held_out": [before, after]}
     (out / "rewards.json").write_text(json.dumps({**facts, "steps": [asdict(report) for report in reports]}, indent=1))
-    console.print(f"reward curve: {draw_curve(rewards, out / 'reward.png')}")
+    console.print(f"reward curve: {draw_curve(reports, out / 'reward.png')}")
 
 
-def draw_curve(rewards: list[float], path: Path) -> Path:
+def draw_curve(reports: list[StepReport], path: Path) -> Path:
     """Draw reward over steps, with its moving mean."""
     import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed once
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
-    steps, window = np.arange(1, len(rewards) + 1), max(1, len(rewards) // 6)
+    steps, rewards = [report.step for report in reports], [report.reward for report in reports]
+    window = max(1, len(rewards) // 6)
     means = [np.mean(rewards[max(0, index - window + 1) : index + 1]) for index in range(len(rewards))]
     figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
     axes.plot(steps, rewards, "o", color="#9db8d9", markersize=4, label="each step")
@@ -220,9 +247,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="of AdamW")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
-    parser.add_argument("--seed", type=int, default=0, help="of the adapter and the prompts")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter, the prompts and the samples")
+    parser.add_argument("--name", help="of the run; one that exists is continued (default: by rank and seed)")
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the curve and the numbers")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.name = options.name or f"rl_loop, rank {options.rank}, seed {options.seed}"
+    return options
 
 
 if __name__ == "__main__":

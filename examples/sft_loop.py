@@ -1,6 +1,8 @@
 """Supervised fine-tuning: teach the model to answer in the style of a few examples, then ask it a question.
 
-    python examples/sft_loop.py [--steps 12]
+    python examples/sft_loop.py [--steps 12] [--name mine]
+
+If this script is killed, start it again: it finds its run by name and continues at the step that the run has.
 
 Needs a running gateway: `make up` in another terminal prints the two variables to export.
 """
@@ -8,6 +10,8 @@ Needs a running gateway: `make up` in another terminal prints the two variables 
 from __future__ import annotations
 
 import argparse
+
+from runs import attach
 
 import paceline
 from paceline import AdamParams, Datum, SamplingParams
@@ -29,10 +33,13 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="of AdamW")
+    parser.add_argument("--name", default="sft_loop", help="of the run; one that exists is continued")
     options = parser.parse_args()
 
     with paceline.ServiceClient() as service:
-        training = service.create_lora_training_client(rank=8, user_metadata={"example": "sft_loop"})
+        training = attach(service, options.name) or service.create_lora_training_client(
+            rank=8, user_metadata={"name": options.name}
+        )
         tokenizer = training.get_tokenizer()
 
         def prompt_tokens(question: str) -> list[int]:
@@ -50,7 +57,7 @@ def main() -> None:
             weight = 1 / (len(completion) * len(EXAMPLES))
             data.append(Datum.from_completion(prompt_tokens(question), completion, weight=weight))
 
-        for step in range(1, options.steps + 1):
+        for step in range(training.get_info().step + 1, options.steps + 1):
             # Both are issued before either is awaited, so the trainer does not pause between them.
             loss = training.forward_backward(data, "cross_entropy")
             update = training.optim_step(AdamParams(learning_rate=options.learning_rate))

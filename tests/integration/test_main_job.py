@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.descendants import descendants
+from support.learnable_loop import copy_learnable_loop
 from support.models.tiny_models import make_tiny_llama
 from support.patience import PATIENCE
 from support.stacks.cluster import Cluster
@@ -204,7 +205,7 @@ stream_alone = pytest.mark.parametrize("cluster", ["stream"], indirect=True)
         (
             "rl_loop.py",
             ["--steps", "2", "--prompts", "2", "--samples", "2", "--rank", "4"],
-            r"step 1 of 2: reward .*\nstep 2 of 2: reward .*, version 3, (?s:.*)reward curve",
+            r"step 1 of 2: reward .*\nstep 2 of 2: reward .*, version 2, (?s:.*)reward curve",
         ),
         ("sft_loop.py", ["--steps", "2"], "version 1"),
         ("stream_tokens.py", ["--max-tokens", "4"], "4 tokens in .* ended by length|[1-4] tokens in .* ended by stop"),
@@ -212,9 +213,18 @@ stream_alone = pytest.mark.parametrize("cluster", ["stream"], indirect=True)
     ],
 )
 def test_the_examples_run(forked_engines, cluster, tmp_path, example, arguments, last_line):
+    script = ROOT / "examples" / example
     if example == "rl_loop.py":
-        arguments = [*arguments, "--out", str(tmp_path)]
-    assert re.search(last_line, run_python(cluster, tmp_path, str(ROOT / "examples" / example), *arguments))
+        script, arguments = copy_learnable_loop(tmp_path), [*arguments, "--out", str(tmp_path)]
+    assert re.search(last_line, run_python(cluster, tmp_path, str(script), *arguments))
+
+
+@stream_alone
+def test_a_loop_ends_when_there_is_nothing_to_learn(forked_engines, cluster, tmp_path):
+    """The random model names no capital."""
+    arguments = ["--prompts", "1", "--samples", "2", "--rank", "4", "--out", str(tmp_path)]
+    written = run_python(cluster, tmp_path, str(ROOT / "examples" / "rl_loop.py"), *arguments)
+    assert re.match(r"nothing is left to learn: .*(?s:.*)before 0.000, after 0.000", written)
 
 
 def test_the_example_without_the_client_names_the_variable_that_is_missing():

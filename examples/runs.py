@@ -1,0 +1,21 @@
+"""Runs by name: a script that was killed, and is started again, goes on where its run is."""
+
+from __future__ import annotations
+
+from paceline import ServiceClient, TrainingClient
+
+
+def attach(service: ServiceClient, name: str) -> TrainingClient | None:
+    """Attach to the run of this name; return None if there is none.
+
+    Attaching waits for the commands that the killed script had sent. The gradient of a step that it did not take is
+    discarded, because that step is made again from its beginning.
+    """
+    found = [run for run in service.list_runs() if run.user_metadata.get("name") == name]
+    if not found:
+        return None
+    # There are two if the script was killed, and started again, while its run was being created: one is unused.
+    training = service.get_training_client(max(found, key=lambda run: run.step).run_id)
+    if training.get_info().gradient_tokens:
+        training.discard_gradient()
+    return training
