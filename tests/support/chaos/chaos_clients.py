@@ -20,6 +20,7 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from paceline.types import Datum
 from paceline.types.v1 import lora_pb2
 from support.chaos.stable_answers import stable
+from support.chaos.streamed_commands import execute_and_follow
 from trainer_service.settings import TrainerSettings
 
 KEPT_VERSIONS = TrainerSettings.model_fields["keep_versions"].default
@@ -87,6 +88,8 @@ class Client:
     token: str = ""
     samples: bool = False
     """Whether it samples from the versions that it publishes."""
+    streams: bool = False
+    """Whether it sends half of its commands with Execute and Follow, and leaves their streams at random."""
     skipped: frozenset[int] = frozenset()
     """seq_ids for which it sends a command that is refused."""
     answers: dict[int, str] = field(default_factory=dict)
@@ -159,7 +162,11 @@ class Client:
         if seq_id in self.skipped:
             method, request = refused(self.run_id, seq_id)
         try:
-            reply = await self._call(method, request)
+            random = Random(f"{self.seed} way {seq_id}")
+            if self.streams and random.random() < 0.5:
+                reply = await execute_and_follow(self.trainer, request, self.metadata, random)
+            else:
+                reply = await self._call(method, request)
         except errors.PacelineError as error:
             self.answers[seq_id] = error.reason
             if error.reason in _LOST:

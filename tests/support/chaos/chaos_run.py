@@ -108,7 +108,7 @@ class Chaos:
                 killing = asyncio.gather(*(loop.run_in_executor(threads, killer.run) for killer in self._killers))
                 if self.disk is not None:
                     self.disk.begin(self.services, Random(self.seed), self.notes, killing.done)
-                faulty = [self._client(channel, index, samples=True) for index in range(clients)]
+                faulty = [self._client(channel, index, samples=True, streams=True) for index in range(clients)]
                 async with asyncio.TaskGroup() as tasks:  # ends the clients if a killer fails
                     tasks.create_task(_wait_for(killing))
                     for client in faulty:
