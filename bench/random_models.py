@@ -35,6 +35,18 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "tie_word_embeddings": True,
     },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "tie_word_embeddings": False,
+    },
     "llama-3b": {
         **_LLAMA_3,
         "hidden_size": 3072,
@@ -52,7 +64,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Each model's configuration: Qwen2.5 0.5B's, Llama 3.2 3B's and Llama 3.1 8B's shape."""
+"""Each model's configuration: the shapes of Qwen2.5 0.5B and 7B, Llama 3.2 3B and Llama 3.1 8B."""
 
 
 def make_random_model(name: str, directory: Path) -> Path:

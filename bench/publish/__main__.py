@@ -4,7 +4,8 @@
                               [--device cuda] [--model llama-3b] [--rank 32]
 
 Our arms: the trainer and the sampler service, with the bridges `stream`, `volume`, `collective` and `shared`. The other
-arm does what simple trainers do: PEFT's save_pretrained to disk, then load_lora_adapter over HTTP at vLLM's own server.
+arm does what simple trainers do: PEFT's save_pretrained to disk (or, with `--arms "PEFT, memory"`, to memory that both
+processes share), then load_lora_adapter over HTTP at vLLM's own server.
 Two figures each: until the version is active (acknowledged) and until its first token has arrived. On a CPU the model
 is the embedded one in float32; the adapter has rank 32 on every linear module: 39 MB.
 
@@ -18,7 +19,8 @@ run fewer.
 
 On a GPU the model is random, in bfloat16, of Llama 3.1 8B's shape: the adapter has 168 MB. All arms share one GPU, by
 default `stream` and the other arm. Each takes twice the weights and 12 GB, too much for 80 GB: use --model llama-3b
-there. The limits of milliseconds are those of a CPU and its adapter.
+there. `--model qwen2.5-7b --arms stream "PEFT, HTTP" "PEFT, memory"` compares as vLLM's issue 48297 does. The limits of
+milliseconds are those of a CPU and its adapter.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ from bench.publish.times import RANK, Place, Times
 from bench.random_models import SHAPES, find_model
 
 OTHER = "PEFT, HTTP"
+IN_MEMORY = "PEFT, memory"
+STOCK_ARMS = {OTHER: None, IN_MEMORY: Path("/dev/shm")}
+"""The other arm by the place of its files: the disk, or memory that both processes share."""
 STREAMS = 8
 ACTIVE_FASTER, FIRST_FASTER = 4.0, 2.5
 P50_MILLISECONDS, P99_MILLISECONDS = 20.0, 40.0
@@ -138,11 +143,11 @@ def report(figures: Mapping[str, Figures], sizes: Mapping[str, int], memcpy: flo
               f"{np.median(own):11.1f}{p99(own):8.1f}{np.median(first):11.1f}{p99(first):8.1f}"
               f"{np.median(one.of('step_wait')):11.1f}{np.median(one.of('apply')):9.1f}"
               f"{np.median(one.of('staged')):8.1f}")  # fmt: skip
-    if OTHER in figures:
-        print(f"vLLM's load alone, p50: {np.median(figures[OTHER].of('apply')):.1f} ms")
+    for arm in STOCK_ARMS.keys() & figures.keys():
+        print(f"{arm}: vLLM's load alone, p50: {np.median(figures[arm].of('apply')):.1f} ms")
     if adapters and memcpy is not None:
         print(f"memcpy of an adapter's bytes: {memcpy:.2f} ms")
-    for arm in (arm for arm in adapters if arm != OTHER):
+    for arm in (arm for arm in adapters if arm not in STOCK_ARMS):
         one, own = figures[arm], figures[arm].of("active") - figures[arm].of("step_wait")
         print(f"{arm} apply, p50: {np.median(one.of('apply')):.1f} ms")
         if OTHER in figures:
@@ -170,8 +175,9 @@ async def measure(
         started: dict[str, Arm] = {}
         for number, arm in enumerate(arms):
             address = f"127.0.0.1:{50500 + 10 * number}"
-            if arm == OTHER:
-                started[arm] = await stack.enter_async_context(Stock.start(place, scratch / "stock", address))
+            if arm in STOCK_ARMS:
+                files = stack.enter_context(TemporaryDirectory(dir=STOCK_ARMS[arm]))
+                started[arm] = await stack.enter_async_context(Stock.start(place, Path(files) / "stock", address))
             else:
                 way = (ADAPTER_WAYS | MODEL_WAYS)[arm]
                 ours = Ours.start(place, scratch / arm.replace(" ", "-"), address, way=way, apply=apply)
@@ -192,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--publishes", type=int, default=4, help="in each arm's turn")
-    every = [*ADAPTER_WAYS, OTHER, *MODEL_WAYS]
+    every = [*ADAPTER_WAYS, *STOCK_ARMS, *MODEL_WAYS]
     parser.add_argument("--arms", nargs="+", choices=every, help="by default all on a CPU, two on a GPU")
     parser.add_argument(
         "--apply", default="direct", choices=["direct", "stock"], help="how our sampler loads a version"
@@ -203,7 +209,7 @@ def main() -> None:
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     device = Device.chosen(options, cores)
-    arms = options.arms or (["stream", OTHER] if device.is_gpu else every)
+    arms = options.arms or (["stream", OTHER] if device.is_gpu else [arm for arm in every if arm != IN_MEMORY])
     with suppress(KeyboardInterrupt), TemporaryDirectory() as directory:
         scratch = Path(directory)
         model = find_model(options.model or ("llama-8b" if device.is_gpu else "embedded"), scratch)

@@ -180,7 +180,10 @@ def measure(stage: Stage, model: Model, options: argparse.Namespace, scratch: Pa
     figures = Figures()
     with stage.ours() as trainer:
         adapter = prepare(trainer, draw_batch(2, model.vocab_size, seed=0))
-        batches = [sampled(trainer, draw_batch(options.datums, model.vocab_size, s)) for s in range(options.rounds + 1)]
+        batches = [
+            sampled(trainer, draw_batch(options.datums, model.vocab_size, seed, options.length))
+            for seed in range(options.rounds + 1)
+        ]
     paths = [save_batch(data, scratch / f"{seed}.npz") for seed, data in enumerate(batches)]
     for data, path in zip(batches[1:], paths[1:], strict=True):
         figures.tokens.append(sum(len(datum.model_input) for datum in data))
@@ -222,13 +225,16 @@ def loss_memory(stage: Stage, model: Model) -> float:
 
 def run(name: str, options: argparse.Namespace, scratch: Path) -> None:
     """Measure with one model and print the results."""
-    path = make_model(default_directory()) if name == "smollm2" else make_random_model(name, scratch / name)
-    model, case = load_model(name, path), CASES[name]
+    case = CASES[name]
+    shape = case.shape or name
+    path = make_model(default_directory()) if name == "smollm2" else make_random_model(shape, scratch / shape)
+    model = load_model(name, path)
     chosen = argparse.Namespace(**vars(options))
     chosen.datums = options.datums or case.datums
+    chosen.length = options.length or case.length
     chosen.arms = case.arms if options.arms is None else options.arms
     with Stage(model, case, chosen, scratch) as stage:
-        report(model, measure(stage, model, chosen, scratch), case.times_faster, case.least_share)
+        report(model, measure(stage, model, chosen, scratch), case)
     if not options.skip_checks:
         stage = Stage(model, case, chosen, scratch)
         budget(f"{name} loss memory growth, share of the logits", loss_memory(stage, model), 0.05, at_most=True)
@@ -240,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--datums", type=int, help="sequences in a batch")
+    parser.add_argument("--length", type=int, help="of every sequence, all labelled; by default as the case says")
     parser.add_argument("--models", nargs="+", choices=CASES, help="by default those for the device")
     parser.add_argument("--arms", nargs="*", help="beside ours; by default those of the model")
     add_device_option(parser)

@@ -34,12 +34,18 @@ def load_model(name: str, path: Path) -> Model:
     return Model(name, str(path), sum(p.numel() for p in model.parameters()), model.config.vocab_size)
 
 
-def draw_batch(size: int, vocab_size: int, seed: int) -> list[Datum]:
-    """Draw datums with log-uniform lengths, the second half of each labelled, with one advantage per datum."""
+def draw_batch(size: int, vocab_size: int, seed: int, length: int | None = None) -> list[Datum]:
+    """Draw datums with log-uniform lengths, the second half of each labelled, with one advantage per datum.
+
+    With `length`, all are that long, and all of their positions are labelled.
+    """
     rng = np.random.default_rng(seed)
     data = []
-    for length in np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), size)).astype(int):
-        tokens, labelled = rng.integers(0, vocab_size, length + 1), length // 2
+    if length is not None:
+        rows = rng.integers(0, vocab_size, (size, length + 1)).tolist()
+        return [Datum.from_completion(row[:1], row[1:], logprobs=-1.0, advantages=rng.normal()) for row in rows]
+    for drawn in np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), size)).astype(int):
+        tokens, labelled = rng.integers(0, vocab_size, drawn + 1), drawn // 2
         prompt, completion = tokens[:-labelled].tolist(), tokens[-labelled:].tolist()
         data.append(Datum.from_completion(prompt, completion, logprobs=-1.0, advantages=rng.normal()))
     return data

@@ -17,6 +17,12 @@ class Case:
     also: tuple[str, ...] = ()
     """Arms without a budget."""
     pack_tokens: int = 4096
+    shape: str = ""
+    """The model's shape; by default that of the case's name."""
+    length: int | None = None
+    """Length of every sequence, all of it labelled; by default lengths differ, and half is labelled."""
+    least_tokens: float | None = None
+    """Fewest tokens a second."""
     least_share: float | None = None
     """Smallest share of the rate of square products."""
 
@@ -41,5 +47,9 @@ CASES = {
     "llama-8b": Case(
         28, ON_GPU, ("padded bfloat16, 8 rows", "TRL SFT, padding-free"), pack_tokens=8192, least_share=0.45
     ),
+    # NeMo AutoModel's shape, and its figure on one H100: 2 sequences of 4,096 tokens, of which every position counts.
+    "llama-8b, full": Case(
+        2, {}, ("TRL SFT, padding-free",), pack_tokens=8192, shape="llama-8b", length=4096, least_tokens=12_473
+    ),
 }
-FOR_DEVICE = {"cpu": ("smollm2", "qwen2.5-0.5b"), "cuda": ("llama-8b",)}
+FOR_DEVICE = {"cpu": ("smollm2", "qwen2.5-0.5b"), "cuda": ("llama-8b", "llama-8b, full")}

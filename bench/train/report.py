@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from bench.budgets import budget
 from bench.train.batches import Model
+from bench.train.cases import Case
 
 OURS = "paceline bfloat16"
 FLOP_PER_WEIGHT = 4
@@ -41,7 +41,7 @@ class Figures:
         return float(FLOP_PER_WEIGHT * model.parameters * np.median(self.speed(arm)) / rate)
 
 
-def report(model: Model, figures: Figures, times_faster: Mapping[str, float], least_share: float | None) -> None:
+def report(model: Model, figures: Figures, case: Case) -> None:
     """Print the table and the budgets of one model: speed against other arms, share of the products' rate, RPC."""
     rate, ours = float(np.median(figures.product_rates)), figures.speed(OURS)
     print(f"\n{model.name}: {model.parameters / 1e6:.0f} M parameters, bfloat16 products {rate / 1e9:.0f} GFLOP/s")
@@ -52,10 +52,12 @@ def report(model: Model, figures: Figures, times_faster: Mapping[str, float], le
         print(f"{arm:48}{np.median(speed):9.0f}{np.median(seconds):10.2f}{np.percentile(seconds, 99):8.2f}"
               f"{figures.peaks[arm] / 2**20:10.0f}{figures.share(arm, model):9.0%}"
               f"{np.median(ours / speed):6.1f}x")  # fmt: skip
-    for arm, times in times_faster.items():
+    for arm, times in case.times_faster.items():
         if arm in figures.seconds:
             budget(f"{model.name} against {arm}", float(np.median(ours / figures.speed(arm))), times)
-    if least_share is not None:
-        budget(f"{model.name} share of the bfloat16 GEMM rate", figures.share(OURS, model), least_share)
+    if case.least_share is not None:
+        budget(f"{model.name} share of the bfloat16 GEMM rate", figures.share(OURS, model), case.least_share)
+    if case.least_tokens is not None:
+        budget(f"{model.name} tokens/s", float(np.median(ours)), case.least_tokens)
     way = np.asarray(figures.way_seconds) / np.asarray(figures.seconds[OURS])
     budget(f"{model.name} share of RPC and serialisation", float(np.median(way)), 0.02, at_most=True)
