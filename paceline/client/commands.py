@@ -200,6 +200,8 @@ class CommandSender:
         try:
             while not CommandState(status.state).has_ended:
                 status = await self._transport.call(self._follow, request, "training")
+                if not CommandState(status.state).has_ended:  # the stream broke, as the next one may
+                    await asyncio.sleep(self._transport.connection.retry.first_delay)
         except errors.PacelineError as error:
             raise _unread(error, seq_id) from error
         finally:

@@ -185,7 +185,8 @@ class ServiceClient(Catalog):
 
         outstanding: what to do about commands of earlier clients that were accepted and have not ended. "wait" until
             they have, so that `get_info` tells the run as the next command finds it; "cancel" those that have not
-            started and wait for the others; "report" does neither. The log names them.
+            started and wait for the others; "report" does neither. The log names them. A gradient may wait afterwards
+            (`get_info().gradient_tokens`), to be stepped on or dropped (`discard_gradient`).
 
         Errors: RunNotFound, InvalidArgument, and TimedOut if they have not ended within `Timeouts.training`; the run
         is attached to all the same.

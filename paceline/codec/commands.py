@@ -57,6 +57,8 @@ def reply_in(status: pb.CommandStatus) -> Any:
         case None if status.is_another:
             message = "another client has sent another command as this one; attach to the run again"
             error = errors.SeqIdReused(message, field="seq_id")
+        case None if CommandState(status.state) is CommandState.NOT_ARRIVED:
+            error = errors.SeqIdGap("the trainer does not have it; attach to the run again", field="seq_id")
         case None:
             error = errors.SeqIdExpired("it ended so long ago that its answer is no longer kept", field="seq_id")
         case answer:

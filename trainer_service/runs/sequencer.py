@@ -221,6 +221,11 @@ class Sequencer:
         return StatusStream(self._statuses(list(distinct)), pending, self._describe)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether somebody watches a command that has not ended."""
+        return any(pending.watchers for pending in self._waiting.by_seq_id.values())
+
+    @property
     def outstanding(self) -> list[int]:
         """Commands that have not ended, in order."""
         return sorted(key for key, one in self._waiting.by_seq_id.items() if not one.state.has_ended)
@@ -232,9 +237,11 @@ class Sequencer:
         return [found.get(seq_id) or self._status_of_past(seq_id) for seq_id in seq_ids]
 
     def _status_of_past(self, seq_id: int) -> CommandStatus:
-        """Return the status of a command that was answered, or has not arrived."""
+        """Return the status of a command that was answered, or has not arrived. Raises why the run takes none."""
         if 0 < seq_id <= self.executed:
             return status_of_answer(seq_id, self.answers.get(seq_id))
+        if self._refusal is not None:  # it may be in the journal, and be let go of
+            raise self._refusal.with_traceback(None)
         return CommandStatus(seq_id, CommandState.NOT_ARRIVED)
 
     def _describe(self, commands: Sequence[PendingCommand]) -> list[CommandStatus]:

@@ -51,7 +51,7 @@ def run(number, unanswered=0):
         run_id=f"run-{number}",
         recovering=asyncio.Lock(),
         is_restored=False,
-        sequencer=SimpleNamespace(is_closed=False, executed=5, last_seq_id=5 + unanswered),
+        sequencer=SimpleNamespace(is_closed=False, executed=5, last_seq_id=5 + unanswered, is_awaited=False),
         create_time=datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number),
     )
 
@@ -109,3 +109,10 @@ async def test_a_run_that_was_asked_for_while_no_engine_ran_goes_first_into_the_
     recovery.background.spawn(recovery.recover_all())
     await recovery.begun("run-3")
     assert recovery.began == ["run-1", "run-1", "run-3"]
+
+
+async def test_a_run_whose_commands_are_followed_goes_first(recovery):
+    recovery.registry[0].sequencer.is_awaited = True
+    recovery.background.spawn(recovery.recover_all())
+    await recovery.begun("run-1")
+    assert recovery.began == ["run-1"]

@@ -261,3 +261,29 @@ async def test_a_command_that_is_durable_as_its_turn_comes_is_accepted_first(run
 
     monkeypatch.setattr(run.journal, "append", append_soon)
     assert [(await run.send(seq_id)).step for seq_id in (1, 2)] == [1, 2]
+
+
+async def test_a_durable_command_is_never_said_not_to_have_arrived_while_the_service_stops(run):
+    release = asyncio.Event()
+    run.executor.act[1] = blocked(release)
+    for seq_id in (1, 2):
+        stream, _ = await submitted(run, step(seq_id))
+        async with stream:
+            pass
+    await reaches(run, 1, EXECUTING)
+    assert run.sequencer.is_awaited is False
+    run.sequencer.drain(errors.ShuttingDown("stopping"))
+    with pytest.raises(errors.ShuttingDown):
+        await state_of(run, 2)
+    assert (await state_of(run, 1)).state is EXECUTING
+    release.set()
+
+
+async def test_a_run_is_awaited_while_a_command_is_followed(run):
+    release = asyncio.Event()
+    run.executor.act[1] = blocked(release)
+    stream, _ = await submitted(run, step(1))
+    async with stream:
+        assert run.sequencer.is_awaited
+    assert not run.sequencer.is_awaited
+    release.set()
