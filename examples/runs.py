@@ -16,6 +16,8 @@ def attach(service: ServiceClient, name: str) -> TrainingClient | None:
         return None
     # There are two if the script was killed, and started again, while its run was being created: one is unused.
     training = service.get_training_client(max(found, key=lambda run: run.step).run_id)
-    if training.get_info().gradient_tokens:
+    run = training.get_info()
+    print(f"continuing {name!r} ({run.run_id}), which has taken {run.step} step(s)")
+    if run.gradient_tokens:
         training.discard_gradient()
     return training

@@ -70,7 +70,9 @@ class PacelineError(Exception):
     reason: ClassVar[str] = "INTERNAL"
     default_retry_after: ClassVar[float | None] = None
     fate: Fate | None = None
-    """Of the run's command that ended in this error; None for errors of other calls. Set by who sent it."""
+    """What became of the run's command that ended in this error; None for errors of other calls.
+
+    Set by who sent the command, so also None if it was refused before it was issued."""
 
     def __init_subclass__(cls, *, reason: str = "") -> None:
         """Enter a class with a `reason` into the catalog; one without is a group, or known only in its own service."""

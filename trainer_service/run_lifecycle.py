@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from enum import Enum
+from time import monotonic
 from typing import cast
 
 from paceline import errors, layout
@@ -211,7 +212,7 @@ class RunLifecycle:
         Waits at most `seconds`. Once another client has attached, whose commands these may be, they are only reported.
         Raises DiskFull or EngineUnavailable if a cancellation cannot be written.
         """
-        sequencer = record.sequencer
+        sequencer, until = record.sequencer, monotonic() + seconds
         async with aclosing(sequencer.follow(sequencer.outstanding)) as stream:
             is_newest = sequencer.attachment == attachment
             if policy is OutstandingPolicy.CANCEL and is_newest:
@@ -219,6 +220,8 @@ class RunLifecycle:
             is_report = policy in {OutstandingPolicy.UNSPECIFIED, OutstandingPolicy.REPORT} or not is_newest
             async with aclosing(stream.statuses(0 if is_report else seconds)) as statuses:
                 found = {status.seq_id: status async for status in statuses}
+        if not is_report:
+            await sequencer.taken(found, until - monotonic())
         return list(found.values())
 
     @uninterrupted

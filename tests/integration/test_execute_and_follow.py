@@ -181,6 +181,7 @@ async def test_a_client_that_attaches_learns_what_another_left_and_decides_about
         assert (await client.follow(3))[-1].optim_step.step == 1
         return
     assert {status.state for status in found.values()} <= ENDED
+    assert attached.run.executed_seq_id == 3, "a cancelled command ends before its turn, but has taken its place"
     assert found[3].WhichOneof("answer") in {None, "error"}
     if policy == pb.OUTSTANDING_POLICY_WAIT:
         assert attached.run.step == 1

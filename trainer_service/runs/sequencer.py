@@ -25,8 +25,8 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 from google.protobuf.message import Message
@@ -292,6 +292,16 @@ class Sequencer:
         pending = self._waiting.by_seq_id.get(seq_id)
         return self.answers.facts(seq_id) if pending is None else pending.place
 
+    async def taken(self, seq_ids: Collection[int], seconds: float) -> None:
+        """Wait until commands have taken their places: one that is refused has ended before its turn.
+
+        Waits at most `seconds`, and not once the run takes no commands.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._refusal is None and not self._waiting.by_seq_id.keys().isdisjoint(seq_ids):
+                    await self._change.wait()
+
     async def answered(self, seq_id: int, executor: Executor) -> None:
         """Wait until every command up to `seq_id` is answered. Raises EngineUnavailable if `executor` is given up."""
         while any(waiting <= seq_id for waiting in self._waiting.by_seq_id):
@@ -315,6 +325,7 @@ class Sequencer:
         """Refuse new commands and those that have not started; started ones continue."""
         self._refusal = error
         self._waiting.leave(error)
+        self._notify()
 
     async def save(self) -> None:
         """After `drain`, save the run's state once no command uses the engine, unless the run is not in the engine."""
