@@ -54,8 +54,10 @@ def main() -> None:
     options = parse_options()
     console = Console()
     with paceline.ServiceClient() as service:
-        training = attach(service, options.name) or service.create_lora_training_client(
-            rank=options.rank, seed=options.seed, user_metadata={"name": options.name}
+        training = attach(service, options.name, options.settings) or service.create_lora_training_client(
+            rank=options.rank,
+            seed=options.seed,
+            user_metadata={"name": options.name, "settings": options.settings},
         )
         loop = Loop(service, training, options)
         step = training.get_info().step
@@ -84,9 +86,10 @@ def main() -> None:
                     console.print(describe(report, options.steps))
         before = loop.evaluate(service.create_sampling_client())  # the base model, from which the run started
         after = loop.evaluate(loop.publish())
-        training.save_weights_for_sampler("final", overwrite=True).result()
+        final = training.save_weights_for_sampler("final", overwrite=True).result()
         show(console, reports, before, after, options.out)
-        service.delete_run(training.run_id)
+        console.print(f"adapter: {final.path}")
+        service.delete_run(training.run_id)  # its checkpoints stay
 
 
 class Loop:
@@ -248,10 +251,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="of AdamW")
     parser.add_argument("--rank", type=int, default=16, help="of the adapter")
     parser.add_argument("--seed", type=int, default=0, help="of the adapter, the prompts and the samples")
-    parser.add_argument("--name", help="of the run; one that exists is continued (default: by rank and seed)")
+    parser.add_argument(
+        "--name", default=argparse.SUPPRESS, help="of the run; one that exists is continued (default: by rank and seed)"
+    )
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the curve and the numbers")
     options = parser.parse_args()
-    options.name = options.name or f"rl_loop, rank {options.rank}, seed {options.seed}"
+    options.name = getattr(options, "name", f"rl_loop, rank {options.rank}, seed {options.seed}")
+    options.settings = (
+        f"rank {options.rank}, seed {options.seed}, {options.prompts} prompts, {options.samples} samples, "
+        f"learning rate {options.learning_rate}"
+    )
     return options
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from paceline import ServiceClient, TrainingClient
 
 
-def attach(service: ServiceClient, name: str) -> TrainingClient | None:
-    """Attach to the run of this name; return None if there is none.
+def attach(service: ServiceClient, name: str, settings: str) -> TrainingClient | None:
+    """Attach to the run of this name; return None if there is none. Ends the script if the run has other settings.
 
     Attaching waits for the commands that the killed script had sent. The gradient of a step that it did not take is
     discarded, because that step is made again from its beginning.
@@ -15,7 +15,10 @@ def attach(service: ServiceClient, name: str) -> TrainingClient | None:
     if not found:
         return None
     # There are two if the script was killed, and started again, while its run was being created: one is unused.
-    training = service.get_training_client(max(found, key=lambda run: run.step).run_id)
+    run = max(found, key=lambda run: run.step)
+    if (made_with := run.user_metadata.get("settings", "")) != settings:
+        raise SystemExit(f"the run {name!r} was made with {made_with}, not {settings}; give those, or another --name")
+    training = service.get_training_client(run.run_id)
     run = training.get_info()
     print(f"continuing {name!r} ({run.run_id}), which has taken {run.step} step(s)")
     if run.gradient_tokens:

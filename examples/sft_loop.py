@@ -37,8 +37,9 @@ def main() -> None:
     options = parser.parse_args()
 
     with paceline.ServiceClient() as service:
-        training = attach(service, options.name) or service.create_lora_training_client(
-            rank=8, user_metadata={"name": options.name}
+        settings = f"learning rate {options.learning_rate}"
+        training = attach(service, options.name, settings) or service.create_lora_training_client(
+            rank=8, user_metadata={"name": options.name, "settings": settings}
         )
         tokenizer = training.get_tokenizer()
 

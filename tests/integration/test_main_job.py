@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -257,3 +258,13 @@ def run_python(cluster, directory, *arguments):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_an_example_does_not_continue_a_run_under_other_settings(service):
+    attach = runpy.run_path(str(ROOT / "examples" / "runs.py"))["attach"]
+    made = service.create_lora_training_client(rank=1, user_metadata={"name": "mine", "settings": "rank 1"})
+    assert attach(service, "mine", "rank 1").run_id == made.run_id
+    with pytest.raises(SystemExit, match="was made with rank 1, not rank 2; give those, or another --name"):
+        attach(service, "mine", "rank 2")
+    assert attach(service, "another", "rank 2") is None
+    service.delete_run(made.run_id)
