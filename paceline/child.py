@@ -1,7 +1,8 @@
 """Child processes: a program that runs until it ends by itself, with its parent, or killed; forks; and orphans.
 
-A child is reaped as soon as it ends, whoever else holds its output open. A linked child has a socket to its parent as
-standard input. It ends when it reads the end of that, so that it outlives no parent, however that dies.
+A child is reaped as soon as it ends, even if another process still holds its output open. A linked child has a socket
+to its parent as standard input, and ends when it reads the end of that: it does not outlive its parent, however that
+dies.
 """
 
 from __future__ import annotations

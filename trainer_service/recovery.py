@@ -110,7 +110,7 @@ class Recovery:
         """
         engines_lost = self._registry.engines_lost
         runs = {run.run_id: run for run in self._registry}
-        # Those who follow commands were there before the engine died, and do not ask again.
+        # Clients that follow commands do not call again when the engine dies, but they wait.
         self._asked.update({run_id: None for run_id, run in runs.items() if run.sequencer.is_awaited})
         for run_id in [*self._asked]:
             if run_id in runs:

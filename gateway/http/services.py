@@ -28,8 +28,6 @@ from paceline.types.training import Array
 
 Reply = TypeVar("Reply", bound=Message)
 
-_ACCEPTED = {CommandState.ACCEPTED, CommandState.EXECUTING, CommandState.SUCCEEDED, CommandState.REFUSED}
-"""States of a command that is durable."""
 _PAUSE_SECONDS = 1.0
 """Before a command is followed again."""
 _PATIENCE_SECONDS = 5.0
@@ -79,7 +77,7 @@ class Services:
         def hear(status: trainer_pb.CommandStatus) -> CommandState:
             nonlocal is_accepted
             state = CommandState(status.state)
-            if accepted is not None and not is_accepted and state in _ACCEPTED:
+            if accepted is not None and not is_accepted and state.is_durable:
                 is_accepted = True
                 accepted()
             return state
@@ -176,6 +174,12 @@ class Services:
                     yield call, upstream
         finally:
             self.queue.release(tenant)
+
+
+def is_unread(error: errors.PacelineError) -> bool:
+    """Return whether a command was turned away for its message, which no repetition would change."""
+    is_at_fault = isinstance(error, errors.InvalidArgument | errors.MessageTooLarge)
+    return is_at_fault and error.fate is Fate.TURNED_AWAY
 
 
 async def _next(messages: AsyncIterator[Reply]) -> Reply:

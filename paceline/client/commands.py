@@ -116,6 +116,7 @@ class CommandSender:
                 answer = self._answer(await self._deliver(request))
             except errors.PacelineError as error:
                 self._in_flight.release()
+                error.fate = error.fate or Fate.TURNED_AWAY
                 refusal = error
                 answer = _raise(error)
             answers.append(self._transport.start_task(answer))
@@ -132,7 +133,6 @@ class CommandSender:
                 has_arrived = await self._has_arrived()
             except errors.PacelineError as error:
                 self._fail(error)
-                error.fate = Fate.TURNED_AWAY
                 raise
             if not has_arrived:
                 raise self._passed_over()
@@ -150,7 +150,6 @@ class CommandSender:
         error = errors.SeqIdGap(
             f"command {self._next} before it has not arrived", field="seq_id", metadata={"missing": str(self._next)}
         )
-        error.fate = Fate.TURNED_AWAY
         error.add_note("Attach to the run again with ServiceClient.get_training_client.")
         return error
 
@@ -180,7 +179,6 @@ class CommandSender:
             reply = await self._transport.call(attempt, execute, "training")
         except errors.PacelineError as error:
             if doubt is None:
-                error.fate = Fate.TURNED_AWAY
                 if is_retryable(error):  # so it is for the others, which would each wait for as long
                     self._fail(error)
                 raise

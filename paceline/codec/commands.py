@@ -1,11 +1,13 @@
-"""Commands as Execute carries them, and what their statuses answer: the same for all that send commands."""
+"""Commands as Execute carries them, and the answers in their statuses: the same for the trainer and all senders."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from google.protobuf.message import Message
+
 from paceline import errors
-from paceline.codec.errors import error_from_proto
+from paceline.codec.errors import error_from_proto, error_to_proto
 from paceline.errors import Code, Fate
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CommandState
@@ -18,14 +20,20 @@ Command = (
     | pb.PublishWeightsRequest
 )
 
-_FIELDS = {
-    pb.ForwardBackwardRequest: "forward_backward",
-    pb.OptimStepRequest: "optim_step",
-    pb.SaveCheckpointRequest: "save_checkpoint",
-    pb.LoadCheckpointRequest: "load_checkpoint",
-    pb.PublishWeightsRequest: "publish_weights",
+_FIELDS: dict[type[Message], str] = {
+    message: field
+    for field, messages in {
+        "forward_backward": (pb.ForwardBackwardRequest, pb.ForwardBackwardResponse),
+        "optim_step": (pb.OptimStepRequest, pb.OptimStepResponse),
+        "save_checkpoint": (pb.SaveCheckpointRequest, pb.SaveCheckpointResponse),
+        "load_checkpoint": (pb.LoadCheckpointRequest, pb.LoadCheckpointResponse),
+        "publish_weights": (pb.PublishWeightsRequest, pb.PublishWeightsResponse),
+    }.items()
+    for message in messages
 }
-_ORDER = ("run_id", "seq_id", "attachment")
+"""The field of a command in an ExecuteRequest, and of its reply in a CommandStatus."""
+ORDER_FIELDS = ("run_id", "seq_id", "attachment")
+"""What an ExecuteRequest and the request of a command's own call have in common."""
 _MAY_HAVE_ARRIVED = {Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED, Code.INTERNAL}
 """After any other error of Execute, the trainer does not have the command, and its seq_id is free."""
 
@@ -38,7 +46,7 @@ def execute_request(command: Command, run_id: str, seq_id: int, attachment: int)
     request = pb.ExecuteRequest(run_id=run_id, seq_id=seq_id, attachment=attachment, max_seconds=0)
     inner: Any = getattr(request, _FIELDS[type(command)])
     inner.CopyFrom(command)
-    for field in _ORDER:
+    for field in ORDER_FIELDS:
         inner.ClearField(field)
     return request
 
@@ -46,6 +54,14 @@ def execute_request(command: Command, run_id: str, seq_id: int, attachment: int)
 def may_have_arrived(error: errors.PacelineError) -> bool:
     """Return whether the trainer may have the command although its Execute ended in this error."""
     return error.code in _MAY_HAVE_ARRIVED
+
+
+def put_answer(status: pb.CommandStatus, answer: Message | errors.PacelineError | None) -> None:
+    """Set the answer of a status, if there is one."""
+    if isinstance(answer, errors.PacelineError):
+        status.error.CopyFrom(error_to_proto(answer))
+    elif answer is not None:
+        getattr(status, _FIELDS[type(answer)]).CopyFrom(answer)
 
 
 def reply_in(status: pb.CommandStatus) -> Any:

@@ -21,6 +21,12 @@ class CommandState(Enum):
     REFUSED = 6
 
     @property
+    def is_durable(self) -> bool:
+        """Whether the trainer has it on disk, or its answer: it need not be sent again."""
+        durable = {CommandState.ACCEPTED, CommandState.EXECUTING, CommandState.SUCCEEDED, CommandState.REFUSED}
+        return self in durable
+
+    @property
     def has_ended(self) -> bool:
         """Whether nothing more becomes of it, unless it is sent again."""
         return self in {CommandState.UNKNOWN, CommandState.NOT_ARRIVED, CommandState.SUCCEEDED, CommandState.REFUSED}

@@ -324,7 +324,7 @@ class VersionRegistry:
                     self._table.move(version, VersionState.RETIRED)
                     self._leave_if_idle(version)
                 case VersionState.EVICTING:
-                    self._table.move(version, VersionState.LEAVING)  # whoever evicts it finds it so, and releases it
+                    self._table.move(version, VersionState.LEAVING)  # the task that evicts it releases it then
                 case VersionState.ON_DISK:
                     self._drop(version)
 
@@ -338,7 +338,7 @@ class VersionRegistry:
         waits = False
         try:
             await self._engine.remove_adapter(version.adapter)
-            # Nothing else may have become of it: it is not to leave, and was not fetched anew meanwhile.
+            # Its files stay only if it has not been told to leave, and was not fetched again meanwhile.
             waits = version.state is VersionState.EVICTING and self._is_only(version)
         finally:
             await (self._disk.put(version, self._release) if waits else self._release(version))

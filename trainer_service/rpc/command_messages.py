@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf.message import Message
-
 from paceline import errors
-from paceline.codec.errors import error_to_proto
+from paceline.codec.commands import ORDER_FIELDS, put_answer
 from paceline.requests.bodies import INLINE_BYTES
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.runs.status import CommandStatus
-
-_REPLY_FIELDS = {
-    pb.ForwardBackwardResponse: "forward_backward",
-    pb.OptimStepResponse: "optim_step",
-    pb.SaveCheckpointResponse: "save_checkpoint",
-    pb.LoadCheckpointResponse: "load_checkpoint",
-    pb.PublishWeightsResponse: "publish_weights",
-}
-_ORDER = ("run_id", "seq_id", "attachment")
 
 
 def command_of(request: pb.ExecuteRequest) -> Any:
@@ -28,7 +17,7 @@ def command_of(request: pb.ExecuteRequest) -> Any:
     if name is None:
         raise errors.MissingField("is not set; set one of the five commands", field="command")
     command = getattr(request, name)
-    for field in _ORDER:
+    for field in ORDER_FIELDS:
         if getattr(command, field):
             message = f"is set in the command; set {field} of the ExecuteRequest instead"
             raise errors.InvalidArgument(message, field=f"{name}.{field}")
@@ -63,8 +52,5 @@ def status_to_proto(status: CommandStatus) -> pb.CommandStatus:
         answer_expired=status.answer_expired,
         is_another=status.is_another,
     )
-    if isinstance(status.answer, errors.PacelineError):
-        message.error.CopyFrom(error_to_proto(status.answer))
-    elif isinstance(status.answer, Message):
-        getattr(message, _REPLY_FIELDS[type(status.answer)]).CopyFrom(status.answer)
+    put_answer(message, status.answer)
     return message

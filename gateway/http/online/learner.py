@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from gateway.http.online.store import Example, ExampleState, OnlineModel, OnlineStore, Settled, StoredCommand
 from gateway.http.run_names import ONLINE
-from gateway.http.services import Services
+from gateway.http.services import Services, is_unread
 from gateway.http.state import StateUnusable
 from paceline import codec, errors
 from paceline.client.retry import is_retryable
@@ -51,8 +51,6 @@ _STOPS = (
     errors.MessageTooLarge,
 )
 """Refusals that the next examples would get as well."""
-_UNREAD = (errors.MessageTooLarge, errors.InvalidArgument)
-"""Errors with which a whole message is turned away."""
 _log = get_logger(__name__)
 
 
@@ -276,7 +274,7 @@ class Learner:
             version = error.metadata.get("version", "")  # A version that the error names exists nevertheless.
             newest = int(version) if version.isdecimal() else model.version
             await self._store.answered(model, command, version=newest)
-        elif command.kind == _FORWARD_BACKWARD and isinstance(error, _UNREAD) and error.fate is Fate.TURNED_AWAY:
+        elif command.kind == _FORWARD_BACKWARD and is_unread(error):
             await self._unread(model, command, problem)
         elif isinstance(error, _STOPS) and command.kind != _SAVE:
             # A refused ForwardBackward changed nothing. A refused step leaves its gradient in the run, if that exists.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.http.services import Services
+from gateway.http.services import Services, is_unread
 from gateway.http.tinker import tensors
 from gateway.http.tinker.futures import PROTOBUF, Futures, Kind, Posted, Result
 from gateway.http.tinker.names import Aliases, Names, external_name, model_of
@@ -23,7 +23,6 @@ from gateway.http.tinker.tidying import Tidying
 from paceline import codec, errors
 from paceline.background import Background, uninterrupted
 from paceline.client.batching import sendable
-from paceline.errors import Fate
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.requests.bodies import decoded
@@ -349,8 +348,7 @@ class Training:
                 gap.metadata["missing"] = str(int(gap.metadata["missing"]) - model.first_seq_id + 1)
             raise
         except errors.PacelineError as error:
-            is_unread = isinstance(error, errors.InvalidArgument | errors.MessageTooLarge)
-            if not is_made or (is_unread and error.fate is Fate.TURNED_AWAY):
+            if not is_made or is_unread(error):
                 refused = pb.ForwardBackwardRequest(**place)
                 with suppress(errors.InvalidArgument, errors.SeqIdReused):
                     await self._services.execute(tenant, refused, seconds=_SECONDS)

@@ -16,7 +16,6 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CommandState
 
 _PAUSE_SECONDS = 0.02
-_DURABLE = {CommandState.ACCEPTED, CommandState.EXECUTING, CommandState.SUCCEEDED, CommandState.REFUSED}
 
 
 async def execute_and_follow(stub: Any, command: Any, metadata: Any, random: Random) -> Any:
@@ -29,7 +28,7 @@ async def execute_and_follow(stub: Any, command: Any, metadata: Any, random: Ran
     state = CommandState.NOT_ARRIVED
     while True:
         # A stream that broke before its first status says nothing: the command may have arrived.
-        is_sent_again = state not in _DURABLE and (state is CommandState.NOT_ARRIVED or random.random() < 0.5)
+        is_sent_again = not state.is_durable and (state is CommandState.NOT_ARRIVED or random.random() < 0.5)
         if is_sent_again:
             execute.ClearField("max_seconds")
             if random.random() < 0.5:
@@ -40,8 +39,8 @@ async def execute_and_follow(stub: Any, command: Any, metadata: Any, random: Ran
             async for status in _until_left(call, random):
                 assert not status.is_another, f"command {command.seq_id} is told to be another one"
                 earlier, state = state, CommandState(status.state)
-                was_durable, is_durable = earlier in _DURABLE, state in _DURABLE | {CommandState.UNKNOWN}
-                assert is_durable or not was_durable, f"command {command.seq_id} went from {earlier} to {state}"
+                is_kept = state.is_durable or state is CommandState.UNKNOWN
+                assert is_kept or not earlier.is_durable, f"command {command.seq_id} went from {earlier} to {state}"
                 if state.has_ended and state is not CommandState.NOT_ARRIVED:
                     return reply_in(status)
         except grpc.aio.AioRpcError as failure:
@@ -51,7 +50,7 @@ async def execute_and_follow(stub: Any, command: Any, metadata: Any, random: Ran
         finally:
             call.cancel()
         if is_broken:
-            state = state if state in _DURABLE else CommandState.HELD
+            state = state if state.is_durable else CommandState.HELD
         await asyncio.sleep(_PAUSE_SECONDS)
 
 

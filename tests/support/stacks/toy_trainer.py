@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from paceline import codec, errors
-from paceline.codec.errors import error_to_proto
+from paceline.codec.commands import put_answer
 from paceline.layout import new_run_id
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
@@ -24,13 +24,6 @@ from paceline.types.v1 import model_pb2
 from support.models.formulas import log_softmax
 
 VOCABULARY = 7
-_FIELDS = {
-    pb.ForwardBackwardResponse: "forward_backward",
-    pb.OptimStepResponse: "optim_step",
-    pb.LoadCheckpointResponse: "load_checkpoint",
-    pb.PublishWeightsResponse: "publish_weights",
-}
-"""The field of a CommandStatus for each reply."""
 
 
 def make_data(count=2, length=5, seed=0, **inputs):
@@ -151,12 +144,11 @@ class ToyTrainer(TrainerServiceServicer):
         if not task.done():
             return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_ACCEPTED, **told)
         answer = task.result()
-        if isinstance(answer, errors.PacelineError):
-            error = error_to_proto(answer)
-            return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_REFUSED, error=error, **told)
-        return pb.CommandStatus(
-            seq_id=seq_id, state=pb.COMMAND_STATE_SUCCEEDED, **{_FIELDS[type(answer)]: answer}, **told
-        )
+        is_refused = isinstance(answer, errors.PacelineError)
+        state = pb.COMMAND_STATE_REFUSED if is_refused else pb.COMMAND_STATE_SUCCEEDED
+        status = pb.CommandStatus(seq_id=seq_id, state=state, **told)
+        put_answer(status, answer)
+        return status
 
     async def _in_order(self, seq_id, command):
         async with self._turn:

@@ -653,15 +653,15 @@ async def test_a_version_that_finds_no_place_waits_on_only_if_it_was_not_loaded_
     one, two = setup.publish(1), setup.publish(2)
     await use(registry, one)
     await use(registry, two)
-    anew, outcome = verified_later(await setup.bridge.fetch(one, TENANT), tmp_path / "anew")
+    again, outcome = verified_later(await setup.bridge.fetch(one, TENANT), tmp_path / "again")
     setup.engine.gate.clear()
     registry.unload(two, TENANT)
-    installing = asyncio.create_task(registry.install(anew, registry.arrivals.expect(RUN)))
+    installing = asyncio.create_task(registry.install(again, registry.arrivals.expect(RUN)))
     await until(lambda: len(setup.engine.adapters) == 2)
     assert len(setup.disk) == 1
     returning = asyncio.create_task(use(registry, one))
     await until(lambda: not len(setup.disk))
-    outcome.set_result(anew.manifest)
+    outcome.set_result(again.manifest)
     await installing
     async with registry.lease(one, TENANT):
         setup.engine.gate.set()
