@@ -1,4 +1,4 @@
-"""What each command of a run does: decode and check its request, execute it, encode its reply; snapshots between them.
+"""What each command of a run does: execute what its request asks for, encode its reply; snapshots between them.
 
 The sequencer handles ordering and repetition; here each call executes the command once, for callers and for replays.
 """
@@ -16,39 +16,31 @@ from typing import Any
 from paceline import codec, errors, layout, weights
 from paceline.base_model.base_weights import check_same_base
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
-from paceline.layout import CheckpointPath
 from paceline.log import get_logger
 from paceline.requests.bodies import decoded
-from paceline.rpc.bounds import check_message
 from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import (
     Checkpoint,
     CheckpointKind,
-    Datum,
     ForwardBackwardOutput,
-    ForwardBackwardSpec,
     LoraConfig,
     RunState,
 )
-from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
+from trainer_service.command_inputs import InputLimits, Load, Pass, Publish, Save, Step, input_of
 from trainer_service.engine_link.client import EngineProcess
-from trainer_service.engine_link.optimizer_specs import spec_of
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AnswerRecord, Facts
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.limits.gates import Foreground
 from trainer_service.publish.publisher import Publisher
-from trainer_service.publish.watch_hub import AckPolicy
 from trainer_service.runs.command import Answer, Command, Outcome, answer_of
-from trainer_service.runs.pending import MAX_OUTSTANDING, READING
+from trainer_service.runs.pending import READING
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.settings import TrainerSettings
-
-_DEFAULT_ACK_SECONDS = 60.0
 
 _Method = Callable[[RunRecord, Command, Any, CommandProgress], Awaitable[Outcome]]
 _log = get_logger(__name__)
@@ -72,6 +64,7 @@ class CommandExecutor:
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._guard = guard
+        self._limits = InputLimits(engine.describe, settings.max_datums)
         self._methods: dict[str, _Method] = {
             "ForwardBackward": self._forward_backward,
             "OptimStep": self._optim_step,
@@ -86,8 +79,10 @@ class CommandExecutor:
         A valid command is returned with its content, an invalid one without its request. It
         keeps its place in the run's order and answers with the reason for its refusal at its turn.
         """
+        if command.content is not None:
+            return command
         try:
-            command = command.decoded(await decoded(command.size, self._decode, command))
+            command = command.decoded(await decoded(command.size, input_of, command.request, self._limits))
             if command.method == "ForwardBackward":
                 self._guard.check_quota(run.tenant, command.size)
         except errors.Unavailable:
@@ -104,42 +99,25 @@ class CommandExecutor:
             raise run.lost_error((await self._checkpoints.newest_states.find_if_readable(run.run_id)).path)
         content = command.content
         if content is None:
-            content = await decoded(command.size, self._decode, command)
+            content = await decoded(command.size, input_of, command.request, self._limits)
         return await self._methods[command.method](run, command, content, progress)
 
-    def _decode(self, command: Command) -> Any:
-        """Check a request and return it; for a ForwardBackward, its batch, and its spec with the loss's defaults."""
-        request = command.request
-        check_message(request)
-        if command.method != "ForwardBackward":
-            return request
-        data = [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)]
-        spec = codec.spec_from_proto(request)
-        return data, validation.check_batch(data, spec, self._engine.describe(), self._settings.max_datums)
-
-    async def _forward_backward(
-        self, run: RunRecord, command: Command, batch: tuple[list[Datum], ForwardBackwardSpec], __: CommandProgress
-    ) -> Outcome:
+    async def _forward_backward(self, run: RunRecord, command: Command, asked: Pass, __: CommandProgress) -> Outcome:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
-        data, spec = batch
-        output = await self._engine.forward_backward(run.run_id, data, spec)
+        output = await self._engine.forward_backward(run.run_id, asked.data, asked.spec)
         run.gradient_tokens = output.gradient_tokens
         return Outcome(await decoded(command.size, _reply_of, output))
 
-    async def _optim_step(
-        self, run: RunRecord, command: Command, request: pb.OptimStepRequest, progress: CommandProgress
-    ) -> Outcome:
+    async def _optim_step(self, run: RunRecord, command: Command, asked: Step, progress: CommandProgress) -> Outcome:
         """Apply the accumulated gradient, or discard it."""
-        if request.only_if_succeeded_since and not progress.is_replay:
-            _check_passes(run, request.only_if_succeeded_since, command.seq_id)
-        if request.HasField("discard_gradient"):
+        if asked.only_if_succeeded_since and not progress.is_replay:
+            _check_passes(run, asked.only_if_succeeded_since, command.seq_id)
+        if asked.params is None:
             discarded = await self._engine.discard_gradient(run.run_id)
             run.gradient_tokens = 0
             return Outcome(pb.OptimStepResponse(step=run.step, tokens=discarded))
-        params = codec.optimizer_from_proto(request)
-        spec_of(params).check(params)
         try:
-            output = await self._engine.optim_step(run.run_id, params)
+            output = await self._engine.optim_step(run.run_id, asked.params)
         except errors.NonFiniteGradient:
             run.gradient_tokens = 0  # it was dropped
             raise
@@ -155,7 +133,7 @@ class CommandExecutor:
         )
 
     async def _save_checkpoint(
-        self, run: RunRecord, command: Command, request: pb.SaveCheckpointRequest, progress: CommandProgress
+        self, run: RunRecord, command: Command, asked: Save, progress: CommandProgress
     ) -> Outcome:
         """Write a durable checkpoint; keep the one that this command wrote before a crash.
 
@@ -163,25 +141,18 @@ class CommandExecutor:
         DiskFull before it starts if too little room would remain, or later if the disk fills up anyway, and
         QuotaExceeded if the tenant has too many bytes on the volume. In either case the run is unchanged.
         """
-        if request.kind not in {kind.value for kind in CheckpointKind}:
-            raise errors.MissingField("is not set; send STATE or SAMPLER", field="kind")
-        path = CheckpointPath(run.run_id, CheckpointKind(request.kind), layout.check_name(request.name))
-        checkpoint = await self._checkpoints.find_made_by(path, command.seq_id)
+        checkpoint = await self._checkpoints.find_made_by(asked.path, command.seq_id)
         if checkpoint is None:
-            checkpoint = await self._write_checkpoint(run, path, command.seq_id, request, progress)
-        if path.kind is CheckpointKind.STATE:
+            checkpoint = await self._write_checkpoint(run, asked, command.seq_id, progress)
+        if asked.path.kind is CheckpointKind.STATE:
             await self._registry.persist_if_possible(run)
         _log.info("checkpoint saved", path=checkpoint.path, bytes=checkpoint.size_bytes)
         return Outcome(pb.SaveCheckpointResponse(checkpoint=checkpoint_to_proto(checkpoint)))
 
     async def _write_checkpoint(
-        self,
-        run: RunRecord,
-        path: CheckpointPath,
-        seq_id: int,
-        request: pb.SaveCheckpointRequest,
-        progress: CommandProgress,
+        self, run: RunRecord, asked: Save, seq_id: int, progress: CommandProgress
     ) -> Checkpoint:
+        path = asked.path
         size = run.state_bytes(path.kind)
         self._guard.check_free(self._settings.checkpoint_dir, size)
 
@@ -200,13 +171,13 @@ class CommandExecutor:
                 tenant=run.tenant,
                 step=run.step,
                 seq_id=seq_id,
-                ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
-                overwrite=request.overwrite,
+                ttl_seconds=asked.ttl_seconds,
+                overwrite=asked.overwrite,
                 wait_for_earlier=progress.wait_for_earlier,
             )
 
     async def _load_checkpoint(
-        self, run: RunRecord, command: Command, request: pb.LoadCheckpointRequest, progress: CommandProgress
+        self, run: RunRecord, command: Command, asked: Load, progress: CommandProgress
     ) -> Outcome:
         """Replace the run's weights and, with `with_optimizer`, all of its state.
 
@@ -214,9 +185,7 @@ class CommandExecutor:
         checkpoint may be deleted or overwritten before then. Raises DiskFull if there is no room for them or for
         versions that the run published before, or Internal if the volume fails to take one; the run is then unchanged.
         """
-        path, with_optimizer = CheckpointPath.parse(request.path), request.with_optimizer
-        if with_optimizer and path.kind is not CheckpointKind.STATE:
-            raise errors.CheckpointMismatch("a sampler checkpoint has no optimizer; load only weights", field="path")
+        path, with_optimizer = asked.path, asked.with_optimizer
         directory = run.snapshots.pinned(command.seq_id)
         if directory is not None:
             if not progress.is_replay:  # a crash may have come before its name was synced
@@ -271,7 +240,7 @@ class CommandExecutor:
         run.in_engine, run.state = True, RunState.READY
 
     async def _publish_weights(
-        self, run: RunRecord, command: Command, request: pb.PublishWeightsRequest, progress: CommandProgress
+        self, run: RunRecord, command: Command, asked: Publish, progress: CommandProgress
     ) -> Outcome:
         """Publish the run's weights as its next version; reuse the one that this command made before a crash.
 
@@ -282,7 +251,7 @@ class CommandExecutor:
         number, size = run.next_version, run.state_bytes(CheckpointKind.SAMPLER)
         try:
             published = await self._publisher.publish(
-                run, seq_id=command.seq_id, durable=request.durable, size=size, progress=progress
+                run, seq_id=command.seq_id, durable=asked.durable, size=size, progress=progress
             )
         except errors.EngineUnavailable:
             raise  # it executes again
@@ -292,10 +261,7 @@ class CommandExecutor:
             raise
         try:
             answer: Answer = await self._publisher.confirm(
-                published,
-                durable=request.durable,
-                policy=AckPolicy(request.wait_for or AckPolicy.NONE.value),
-                ack_seconds=request.ack_timeout_ms / 1e3 or _DEFAULT_ACK_SECONDS,
+                published, durable=asked.durable, policy=asked.policy, ack_seconds=asked.ack_seconds
             )
         except Exception as error:
             answer = answer_of(command, error)  # the version exists, and is recorded with the refusal
@@ -304,13 +270,7 @@ class CommandExecutor:
 
 
 def _check_passes(run: RunRecord, since: int, until: int) -> None:
-    """Check that each ForwardBackward from `since` to before `until` has succeeded.
-
-    Raises PrecedingRefused, and OutOfRange if those commands are later ones or too many.
-    """
-    if not until - MAX_OUTSTANDING <= since <= until:
-        message = f"is {since}; give a seq_id from {max(1, until - MAX_OUTSTANDING)} to {until}"
-        raise errors.OutOfRange(message, field="only_if_succeeded_since")
+    """Check that each ForwardBackward from `since` to before `until` has succeeded. Raises PrecedingRefused."""
     for seq_id in range(since, until):
         answer = run.sequencer.answers.get(seq_id)
         if answer is not None and answer.method == "ForwardBackward" and answer.failure is not None:

@@ -17,6 +17,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import DecodeError, Message
 
 from paceline import errors
+from paceline.codec.commands import ORDER_FIELDS
 from paceline.types.v1 import bounds_pb2 as pb
 
 MAX_KEY_BYTES = 128
@@ -60,8 +61,9 @@ def largest(message: Descriptor) -> int:
 def parse_request(data: bytes, contract: Descriptor | None, decode: Callable[[bytes], Any] | None) -> Any:
     """Check and parse a request; without `decode` its bytes are returned. `contract` is None for an unknown method.
 
-    A run's commands are not passed to check_message here: their service does that, because a refused command keeps its
-    place in the run's order. Raises MessageTooLarge, UnreadableMessage, OutOfRange, NonFinite or InvalidArgument.
+    What a run's command asks for is not checked here, only its place in the run's order: the service does the rest,
+    because a refused command keeps that place. Raises MessageTooLarge, UnreadableMessage, OutOfRange, NonFinite or
+    InvalidArgument.
     """
     if contract is not None:
         check_size(len(data), contract)
@@ -73,15 +75,19 @@ def parse_request(data: bytes, contract: Descriptor | None, decode: Callable[[by
         request = decode(data)
     except DecodeError as error:
         raise errors.UnreadableMessage("the message cannot be parsed; compare it with the contract") from error
-    if isinstance(request, Message) and (contract is None or not _is_command(contract)):
-        check_message(request)
+    if isinstance(request, Message):
+        _check_fields(request, _asked(request.DESCRIPTOR))
     return request
 
 
 @cache
-def _is_command(message: Descriptor) -> bool:
-    """Whether a request is a command, which has its place in a run's order."""
-    return {"run_id", "seq_id"} <= set(message.fields_by_name) and message.name.endswith("Request")
+def _asked(message: Descriptor) -> frozenset[int]:
+    """Return the fields that say what a command asks for, without those that say where; none if it is no command."""
+    if not set(message.fields_by_name) >= set(ORDER_FIELDS):
+        return frozenset()
+    inner = message.oneofs_by_name.get("command")  # of Execute, whose other fields belong to the call
+    asked = inner.fields if inner else [field for field in message.fields if field.name not in ORDER_FIELDS]
+    return frozenset(field.number for field in asked)
 
 
 def bounds_of(field: FieldDescriptor) -> pb.Bounds:
@@ -116,8 +122,14 @@ def check_wire(data: bytes, message: Descriptor) -> None:
 
 def check_message(message: Message) -> None:
     """Check every field that is set. Raises OutOfRange, NonFinite or InvalidArgument that names the field."""
+    _check_fields(message, frozenset())
+
+
+def _check_fields(message: Message, unchecked: frozenset[int]) -> None:
     checks = _checks(message.DESCRIPTOR)
     for field, value in message.ListFields():
+        if field.number in unchecked:
+            continue
         try:
             checks[field.number](value)
         except errors.PacelineError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 
 import grpc
 import pytest
@@ -59,7 +60,7 @@ class Client:
             raise error_from_rpc(failure) from None
 
     def request(self, seq_id, command, **fields):
-        name = {"ForwardBackwardRequest": "forward_backward", "OptimStepRequest": "optim_step"}[type(command).__name__]
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(command).__name__.removesuffix("Request")).lower()
         return pb.ExecuteRequest(run_id=self.run_id, seq_id=seq_id, **{name: command}, **fields)
 
     async def execute(self, seq_id, command, **fields):
@@ -134,6 +135,63 @@ async def test_what_a_command_answers_is_a_field_and_what_the_call_answers_an_er
         await client.statuses(client.stub.Follow, pb.FollowRequest(run_id="run-" + "0" * 32))
     (free,) = await client.follow(2, max_seconds=0)
     assert free.state == pb.COMMAND_STATE_NOT_ARRIVED
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"max_seconds": float("nan")}, errors.NonFinite),
+        ({"max_seconds": -1}, errors.OutOfRange),
+        ({"max_seconds": 1e300}, errors.OutOfRange),
+        ({"attachment": 2 * 10**15}, errors.OutOfRange),
+        ({"seq_id": 2**64 - 1}, errors.OutOfRange),
+        ({"run_id": "r" * 1000}, errors.OutOfRange),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_a_call_beyond_its_bounds_is_refused_and_its_command_does_not_arrive(client, fields, error):
+    request = client.request(1, PASS)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    with pytest.raises(error) as caught:
+        await client.statuses(client.stub.Execute, request)
+    assert caught.value.field == next(iter(fields))
+    if "max_seconds" not in fields:  # the same of the command's own call
+        place = {"run_id": client.run_id, "seq_id": 1, **fields}
+        with pytest.raises(error):
+            await client.call("OptimStep", pb.OptimStepRequest(adamw=STEP.adamw, **place))
+    (free,) = await client.follow(1, max_seconds=0)
+    assert free.state == pb.COMMAND_STATE_NOT_ARRIVED
+
+
+async def test_commands_are_numbered_from_one(client):
+    with pytest.raises(errors.OutOfRange) as caught:
+        await client.follow(1, 0)
+    assert caught.value.field == "seq_ids[1]"
+
+
+@pytest.mark.parametrize(
+    ("command", "field"),
+    [
+        (pb.ForwardBackwardRequest(data=[DATUM], loss_fn="no_such_loss"), "loss_fn"),
+        (pb.OptimStepRequest(), "adamw"),
+        (pb.OptimStepRequest(adamw=pb.AdamwParams(beta1=2)), "adamw.beta1"),
+        (pb.OptimStepRequest(adamw=STEP.adamw, only_if_succeeded_since=9), "only_if_succeeded_since"),
+        (pb.SaveCheckpointRequest(name="kept"), "kind"),
+        (pb.SaveCheckpointRequest(name=".kept", kind=pb.CHECKPOINT_KIND_STATE), "name"),
+        (pb.SaveCheckpointRequest(name="kept", kind=pb.CHECKPOINT_KIND_STATE, ttl_seconds=0), "ttl_seconds"),
+        (pb.LoadCheckpointRequest(path="kept"), "path"),
+        (pb.PublishWeightsRequest(wait_for=7), "wait_for"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__.removesuffix("Request"),
+)
+async def test_what_a_request_alone_tells_is_refused_before_its_turn(client, command, field):
+    await client.execute(1, LONG_PASS, max_seconds=0)
+    (refused,) = await client.execute(2, command, max_seconds=0)
+    assert refused.state == pb.COMMAND_STATE_REFUSED
+    assert error_from_proto(refused.error).field == field
+    (first,) = await client.follow(1, max_seconds=0)
+    assert first.state in {pb.COMMAND_STATE_ACCEPTED, pb.COMMAND_STATE_EXECUTING}
 
 
 async def test_a_seq_id_of_another_command_is_told_without_its_answer(client):

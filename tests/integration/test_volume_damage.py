@@ -181,6 +181,36 @@ def test_a_replay_whose_loaded_checkpoint_is_gone_loses_the_run_and_loads_no_oth
         assert run.publish().version > 64, "a number that may have been seen before is not used again"
 
 
+def test_a_load_that_is_refused_leaves_a_lost_run_as_it_is(trainer):
+    assert trainer.start(), trainer.text()
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        path = run.save("kept").path
+        run.step()
+        trainer.kill()
+        (segment,) = (folder_of(trainer, run) / "journal").glob("*.journal")
+        flip(segment, 0.1)
+        assert trainer.start(), trainer.text()
+        last = run.get().last_seq_id
+        assert run.get().state == pb.RUN_STATE_LOST
+        for seq_id, named, error in (
+            (2**64 - 1, path, errors.OutOfRange),
+            (10**15, path, errors.OutOfRange),
+            (last + (1 << 20) + 1, path, errors.OutOfRange),
+            (last + 1000, "no path", errors.InvalidPath),
+        ):
+            load = pb.LoadCheckpointRequest(path=named, with_optimizer=True)
+            with pytest.raises(error):
+                run.call("LoadCheckpoint", pb.LoadCheckpointRequest(run_id=run.run_id, seq_id=seq_id, path=named))
+            with pytest.raises(error):
+                run.execute(load, seq_id)
+        assert run.get().last_seq_id == last
+        run.seq_id = last + 5
+        run.load(path)
+        assert run.get().last_seq_id == last + 6
+        assert run.step().step == 1
+
+
 def test_damage_to_the_only_snapshot_costs_a_replay_from_the_beginning(trainer):
     assert trainer.start(snapshot_commands=4), trainer.text()
     with trainer.connect() as stub:

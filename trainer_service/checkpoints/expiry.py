@@ -12,12 +12,20 @@ from pathlib import Path
 
 import msgspec
 
-from paceline import layout
+from paceline import errors, layout
 from paceline.files.regular_files import read_file
 from paceline.log import get_logger
 from paceline.steady_clock import SteadyClock
 
 _log = get_logger(__name__)
+
+_MAX_SECONDS = 100 * 365 * 86_400
+
+
+def check_ttl(seconds: int | None) -> None:
+    """Check how long a checkpoint is to live; None means for ever. Raises OutOfRange."""
+    if seconds is not None and not 0 < seconds <= _MAX_SECONDS:
+        raise errors.OutOfRange("must be 1 second to 100 years; leave it unset for never", field="ttl_seconds")
 
 
 class Expiry(msgspec.Struct, frozen=True):

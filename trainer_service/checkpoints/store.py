@@ -289,11 +289,8 @@ class CheckpointStore:
         return expires is not None and expires.is_over(self._clock)
 
     def _expiry(self, ttl_seconds: int | None) -> Expiry | None:
-        if ttl_seconds is None:
-            return None
-        if not 0 < ttl_seconds <= 100 * 365 * 86400:
-            raise errors.OutOfRange("must be 1 second to 100 years; leave it unset for never", field="ttl_seconds")
-        return Expiry.after(self._clock, ttl_seconds)
+        expiry.check_ttl(ttl_seconds)
+        return None if ttl_seconds is None else Expiry.after(self._clock, ttl_seconds)
 
     def _lock(self, path: CheckpointPath) -> asyncio.Lock:
         return self._locks.setdefault(path, asyncio.Lock())

@@ -254,7 +254,8 @@ class TrainerServicer(TrainerServiceServicer):
     async def _command(self, request: _RunCommand) -> tuple[RunRecord, Command]:
         """Return the command of a request, and its run, which is restored first if it is not in the engine.
 
-        A lost run accepts only a command that restores it, at any seq_id not yet executed.
+        A lost run accepts only a valid command that restores it, at any seq_id not yet executed: until then it has no
+        order in which a refused one could keep its place.
         """
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)
@@ -264,7 +265,11 @@ class TrainerServicer(TrainerServiceServicer):
             run.sequencer.check_client(command)
             if command.method != "LoadCheckpoint":
                 raise run.lost_error(await self._newest_state(run))
-            await run.sequencer.rebase(command.seq_id)
+            command = await self._commands.check(run, command)
+            if command.refusal is not None:
+                raise command.refusal
+            if run.state is RunState.LOST:  # no other caller has restored it meanwhile
+                await run.sequencer.rebase(command.seq_id)
         return run, command
 
 

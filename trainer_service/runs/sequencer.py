@@ -50,6 +50,8 @@ _log = get_logger(__name__)
 REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
 """Commands that reply the same when executed again, so their replies need not be durable before they are sent."""
 _NOT_DURABLE = frozenset({PendingState.HELD, PendingState.WRITING})
+_MAX_SKIPPED = 1 << 20
+"""How far ahead of its last command a lost run may continue: far above the commands that can have been lost."""
 _MAX_EXECUTING = 8
 """Most commands of a run that may be executing, to bound what they hold."""
 
@@ -312,10 +314,13 @@ class Sequencer:
     async def rebase(self, seq_id: int) -> None:
         """Make `seq_id` the next to execute, because the commands before it are lost for good.
 
-        Waiting commands below it are refused; executed ones stay executed.
+        Waiting commands below it are refused; executed ones stay executed. Raises OutOfRange for a seq_id so far ahead
+        that it is a mistake: a run never goes back, so that too few would be left for the commands after it.
         """
         if seq_id <= self.last_seq_id + 1:
             return
+        if seq_id > (furthest := self.last_seq_id + _MAX_SKIPPED):
+            raise errors.OutOfRange(f"is {seq_id}; a lost run continues at {furthest} at most", field="seq_id")
         self.executed = seq_id - 1
         rebased = self._waiting.skip_to(seq_id)
         self._advance()

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 
 from paceline import codec, errors
+from paceline.codec.commands import execute_request
 from paceline.rpc.health import wait_until_serving
 from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -95,6 +96,14 @@ class WarmRun:
                 error = error_from_rpc(failure)
                 if not isinstance(error, errors.Unavailable):
                     raise error from None
+
+    def execute(self, command, seq_id):
+        """Return the statuses of a command that Execute sends."""
+        request = execute_request(command, self.run_id, seq_id, 0)
+        try:
+            return [reply.status for reply in self.stub.Execute(request, timeout=PATIENCE)]
+        except grpc.RpcError as failure:
+            raise error_from_rpc(failure) from None
 
     def send(self, method, message, **fields):
         self.seq_id += 1
