@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
+from enum import Enum
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
@@ -27,6 +28,14 @@ T = TypeVar("T")
 Outcome: TypeAlias = Reply | BaseException
 
 
+class Link(Enum):
+    """What the client knows of its way to the trainer, from the last command that it sent."""
+
+    OPEN = "it was accepted, or turned away for a reason of its own"
+    SHUT = "it was turned away for as long as calls are repeated, and another would be too"
+    IN_DOUBT = "the connection was lost, so it may have arrived"
+
+
 class CommandSender:
     """Sends the commands of one run, in the order in which they are issued, and follows each until it has ended.
 
@@ -34,9 +43,11 @@ class CommandSender:
     away leaves its seq_id to the next, and there are no gaps. `turn`, a fair lock, keeps the order; its holder blocks
     all later commands: loading a checkpoint holds it until it is answered, a custom loss until its second half is sent.
 
-    If the connection is lost while a command is sent, and stays lost, the command is in doubt: it may have arrived.
-    Those that were issued until then are not sent. Before a later one is, the trainer is asked; if the command in doubt
-    has not arrived, the later one is not sent either, since it must not execute without its caller's decision.
+    A command that cannot be brought to the trainer tells of all: `Link` is what is known of the way there, and only
+    `_move` changes it. Commands issued while the way was not known to be shut or in doubt end as the one did that found
+    out, and are not sent, since each would wait for as long. A later one is sent. But before it, the trainer is asked
+    whether the command in doubt has arrived; if not, the later one is not sent either, since it must not execute
+    without its caller's decision on the one that is missing.
     """
 
     def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
@@ -47,11 +58,11 @@ class CommandSender:
         self._attachment = attachment
         self._next = last_seq_id + 1
         """Seq_id of the next command, or of the one in doubt."""
-        self._is_in_doubt = False
+        self._link = Link.OPEN
         self._failure: errors.PacelineError | None = None
-        """Why the trainer could last not be reached, or was full, for as long as calls are repeated."""
+        """Why the link is SHUT or IN_DOUBT; None while it is OPEN."""
         self._failed_before = 0
-        """Commands with lower numbers had been issued by then, and end so too."""
+        """Commands with lower numbers had been issued when it became so, and end so too."""
         self._order = object()
         self._issuing = threading.Lock()
         self._issued = self._next
@@ -112,7 +123,7 @@ class CommandSender:
                 continue
             await self._in_flight.acquire()
             try:
-                await self._settle(place)
+                await self._check_link(place)
                 answer = self._answer(await self._deliver(request))
             except errors.PacelineError as error:
                 self._in_flight.release()
@@ -122,28 +133,23 @@ class CommandSender:
             answers.append(self._transport.start_task(answer))
         return answers
 
-    async def _settle(self, place: Place) -> None:
-        """Make sure that a command may be sent. Otherwise raises why not."""
-        if self._failure is None:
-            return
-        if place.number < self._failed_before:
+    async def _check_link(self, place: Place) -> None:
+        """Open the link for a command that may be sent. Otherwise raises why not."""
+        if self._failure is not None and place.number < self._failed_before:
             raise _unsent(self._failure)
-        if self._is_in_doubt:
-            try:
-                has_arrived = await self._has_arrived()
-            except errors.PacelineError as error:
-                self._fail(error)
-                raise
-            if not has_arrived:
-                raise self._passed_over()
-            self._is_in_doubt = False
-            self._next += 1
-        self._failure = None
+        if self._link is Link.IN_DOUBT and not await self._has_arrived():
+            # The link stays as it is: the command may be on its way for as long as its connection lives.
+            raise self._passed_over()
+        self._move(Link.OPEN)
 
     async def _has_arrived(self) -> bool:
         """Return whether the command in doubt has arrived."""
         request = pb.FollowRequest(run_id=self._run_id, seq_ids=[self._next], max_seconds=0)
-        reply = await self._transport.call(_first_of(self._transport.trainer.Follow), request, "training")
+        try:
+            reply = await self._transport.call(_first_of(self._transport.trainer.Follow), request, "training")
+        except errors.PacelineError as error:
+            self._move(Link.IN_DOUBT, error)
+            raise
         return CommandState(reply.status.state) is not CommandState.NOT_ARRIVED
 
     def _passed_over(self) -> errors.SeqIdGap:
@@ -153,18 +159,33 @@ class CommandSender:
         error.add_note("Attach to the run again with ServiceClient.get_training_client.")
         return error
 
-    def _fail(self, error: errors.PacelineError) -> None:
+    def _move(self, link: Link, failure: errors.PacelineError | None = None) -> None:
+        """Move the link, which nothing else does. `failure` is why it is SHUT or IN_DOUBT.
+
+        OPEN to SHUT: the trainer was full or could not be reached for as long as calls are repeated.
+        OPEN to IN_DOUBT: an attempt ended so that the command may have arrived.
+        SHUT to OPEN: a command is tried that was issued afterwards.
+        IN_DOUBT to OPEN: the command has arrived after all.
+        IN_DOUBT to IN_DOUBT: the trainer could not be asked whether it has.
+        """
+        if self._link is Link.IN_DOUBT and link is Link.OPEN:
+            self._next += 1  # the seq_id is that of the command which has arrived
+        self._link = link
         # Without its traceback, which would keep the command's request.
-        self._failure, self._failed_before = copy(error), self._issued
+        self._failure = copy(failure)
+        self._failed_before = self._issued
 
     async def _deliver(self, request: Command) -> pb.CommandStatus:
         """Have the trainer take a command under the next seq_id; return its first status.
 
-        Raises the error of the call if the command was turned away, or is in doubt.
+        Raises the error of the call if the command was turned away, or is in doubt. Each attempt may end so that the
+        command may have arrived. The last one's error says nothing of those before: if it is a refusal, as of a full
+        trainer, the command may still be there from an earlier one.
         """
         execute = execute_request(request, self._run_id, self._next, self._attachment)
         first = _first_of(self._transport.trainer.Execute)
         doubt: errors.PacelineError | None = None
+        """Of the last attempt that may have arrived."""
 
         async def attempt(execute: pb.ExecuteRequest, **options: Any) -> pb.ExecuteResponse:
             nonlocal doubt
@@ -178,16 +199,16 @@ class CommandSender:
         try:
             reply = await self._transport.call(attempt, execute, "training")
         except errors.PacelineError as error:
-            if doubt is None:
-                if is_retryable(error):  # so it is for the others, which would each wait for as long
-                    self._fail(error)
-                raise
-            if not may_have_arrived(error):  # which says nothing of the attempt before
-                doubt.add_note(f"It was sent again, and turned away: {error}")
-                error = doubt
-            error.fate, self._is_in_doubt = Fate.UNKNOWN, True
-            self._fail(error)
-            raise error from None
+            if doubt is not None:
+                if not may_have_arrived(error):
+                    doubt.add_note(f"It was sent again, and turned away: {error}")
+                    error = doubt
+                error.fate = Fate.UNKNOWN
+                self._move(Link.IN_DOUBT, error)
+                raise error from None
+            if is_retryable(error):  # and was retried in vain; other refusals concern this command alone
+                self._move(Link.SHUT, error)
+            raise
         self._next += 1
         return reply.status
 

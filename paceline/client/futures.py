@@ -223,7 +223,7 @@ class UnansweredCommands:
         future.add_done_callback(lambda ended: self._end(issued, ended, loop))
         return issued
 
-    async def settle(self, seconds: float) -> None:
+    async def wait(self, seconds: float) -> None:
         """Wait up to `seconds` until every command is answered, and log what is being waited for."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + (0 if self._is_closed else seconds)
@@ -238,7 +238,7 @@ class UnansweredCommands:
                 await asyncio.wait_for(self._change.wait(), min(notice, deadline) - now)
 
     def close(self) -> None:
-        """Log the commands left unanswered and unreported failures; later `settle` calls do not wait."""
+        """Log the commands left unanswered and unreported failures; later `wait` calls do not wait."""
         if not self._is_closed and self._pending:
             message = "the client ended without answers to %s: those that the trainer had not accepted are lost"
             _log.error(message, self._describe())

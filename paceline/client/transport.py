@@ -163,7 +163,7 @@ class Transport:
             return
         try:
             if self._stop.alive and not THREAD.is_current:
-                asyncio.run_coroutine_threadsafe(self._settle(seconds), self._loop).result()
+                asyncio.run_coroutine_threadsafe(self._until_answered(seconds), self._loop).result()
         finally:
             self._stop_now()
 
@@ -173,7 +173,7 @@ class Transport:
             return
         try:
             if self._stop.alive:
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._settle(seconds), self._loop))
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._until_answered(seconds), self._loop))
         finally:
             self._stop_now()
 
@@ -181,8 +181,8 @@ class Transport:
         seconds: float = getattr(self.timeouts, limit)
         return seconds
 
-    def _settle(self, seconds: float | None) -> Coroutine[Any, Any, None]:
-        return self._unanswered.settle(self.timeouts.close if seconds is None else seconds)
+    def _until_answered(self, seconds: float | None) -> Coroutine[Any, Any, None]:
+        return self._unanswered.wait(self.timeouts.close if seconds is None else seconds)
 
     def _stop_now(self) -> None:
         self._unanswered.close()
@@ -321,7 +321,7 @@ def _shut_down(
     is_elsewhere = not THREAD.is_current
     try:
         if is_elsewhere:
-            asyncio.run_coroutine_threadsafe(unanswered.settle(seconds), loop).result()
+            asyncio.run_coroutine_threadsafe(unanswered.wait(seconds), loop).result()
     finally:
         unanswered.close()
         ended = asyncio.run_coroutine_threadsafe(_end(channel, tasks), loop)

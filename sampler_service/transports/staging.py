@@ -85,7 +85,7 @@ class AdapterReceiver:
         """Accept the next chunk. Raises ChecksumMismatch, InvalidShape or DiskFull, for this or an earlier chunk."""
         self._waiting.append(chunk)
         if self._writing is not None and (self._writing.done() or len(self._waiting) >= _MOST_WAITING):
-            await self._settle()
+            await self._finish_writing()
         if self._writing is None:
             chunks, self._waiting = self._waiting, []
             self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, chunks))
@@ -103,7 +103,7 @@ class AdapterReceiver:
 
     async def finish(self) -> StagedAdapter:
         """Verify the whole file. Raises as `write`, and ChecksumMismatch if it does not match the manifest."""
-        await self._settle()
+        await self._finish_writing()
         await asyncio.to_thread(self._write, self._waiting, are_last=True)
         self._finished = True
         return StagedAdapter(self._manifest, self._file.parent, temporary=True)
@@ -140,7 +140,7 @@ class AdapterReceiver:
             raise errors.ChecksumMismatch("the staged bytes do not match the manifest")
         return manifest
 
-    async def _settle(self) -> None:
+    async def _finish_writing(self) -> None:
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None

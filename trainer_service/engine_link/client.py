@@ -298,7 +298,7 @@ class EngineConnection:
             case messages.Captured():
                 self._capture(report.id)
             case messages.Reply():
-                self._settle(report)
+                self._answer(report)
 
     async def _watch(self) -> None:
         reason = await self._watchdog.watch(self._is_busy, self._heartbeats.new)
@@ -325,7 +325,7 @@ class EngineConnection:
         waiting.is_captured = True
         waiting.captured()
 
-    def _settle(self, reply: messages.Reply) -> None:
+    def _answer(self, reply: messages.Reply) -> None:
         self._executing.discard(reply.id)
         waiting = self._waiting.pop(reply.id)
         if isinstance(waiting.command, messages.Overlapping):

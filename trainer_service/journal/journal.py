@@ -199,14 +199,14 @@ class RunJournal:
             except OSError as error:
                 self._refuse(batch, self._reason(error))
             else:
-                _settle(batch)
+                _resolve(batch)
                 failures = 0
                 continue
             finally:
                 self._batch = []
             # An answer that a second execution reproduces can be written with a later record. A refusal may not be
             # reproduced, and the state after a kill has to agree with what the client was told.
-            _settle([entry for entry in self._queue if not entry.sync])
+            _resolve([entry for entry in self._queue if not entry.sync])
             if not any(entry.sync for entry in self._queue):
                 return
             failures += 1
@@ -389,7 +389,7 @@ def _full() -> errors.DiskFull:
     return errors.DiskFull(message, retry_after=_FULL_RETRY_SECONDS)
 
 
-def _settle(entries: list[_Entry]) -> None:
+def _resolve(entries: list[_Entry]) -> None:
     """Resolve the futures of entries that are written, or will be with the next ones."""
     for entry in entries:
         if not entry.written.done():

@@ -164,7 +164,7 @@ class PendingCommands:
         # A save or a publish may have been seen before the trainer ended.
         pending.may_have_begun = command.method in READING
         pending.move(PendingState.WRITING)
-        self._settle(pending, command.refusal)
+        self._move_durable(pending, command.refusal)
         self.appended = max(self.appended, command.seq_id)
 
     def accept(self, command: Command) -> PendingCommand:
@@ -222,7 +222,7 @@ class PendingCommands:
                 cancelled.append((pending, self._journal.append(CancelRecord(pending.command.seq_id), sync=True)))
         for pending, durable in cancelled:
             await durable
-            self._settle(pending, pending.command.refusal)
+            self._move_durable(pending, pending.command.refusal)
 
     def skip_to(self, seq_id: int) -> asyncio.Future[None]:
         """Continue at a command, which may have arrived, and give up those before it. Done when this is durable."""
@@ -272,9 +272,9 @@ class PendingCommands:
     ) -> None:
         if not durable.cancelled() and durable.exception() is None:  # one that failed was withdrawn
             # One that was cancelled meanwhile is refused when that is durable too, and accepted until then.
-            self._settle(pending, refusal)
+            self._move_durable(pending, refusal)
 
-    def _settle(self, pending: PendingCommand, refusal: errors.PacelineError | None) -> None:
+    def _move_durable(self, pending: PendingCommand, refusal: errors.PacelineError | None) -> None:
         """Move a command that is durable: one with a refusal that is durable has its answer, any other is accepted."""
         command = pending.command
         if self.by_seq_id.get(command.seq_id) is not pending or pending.state.has_ended:

@@ -87,13 +87,13 @@ class Sessions:
             if session.unfinished is not None and session.unfinished.digest == work.digest:
                 work = session.unfinished
             elif session.unfinished is not None:
-                await self._settle(tenant, session, session.unfinished)
+                await self._take_reply_of_abandoned(tenant, session, session.unfinished)
             await self._attach(tenant, run_id, session)
             while not work.is_done:
                 await self._advance(tenant, session, work)
             return conclude(session, *work.replies)
 
-    async def _settle(self, tenant: str, session: Session, work: _Work) -> None:
+    async def _take_reply_of_abandoned(self, tenant: str, session: Session, work: _Work) -> None:
         """Have the reply to a request's command that may have arrived; its caller has given up the request."""
         if work.is_sent:
             try:

@@ -305,7 +305,7 @@ class OnlineStore(Database):
                 sql = f"UPDATE models SET {name} = {new} WHERE model_id = ?"  # noqa: S608 - our own column names
                 connection.execute(sql, (value, model.model_id))
             if settled is not None:
-                _settle(connection, model, command.batch, settled)
+                _end_examples(connection, model, command.batch, settled)
 
         await self.do(answered)
 
@@ -324,7 +324,7 @@ class OnlineStore(Database):
             count, size = _in_flight(connection, model, command.batch)
             is_split = count > 1
             settled = Settled(ExampleState.WAITING) if is_split else Settled(ExampleState.FAILED, problem)
-            _settle(connection, model, command.batch, settled)
+            _end_examples(connection, model, command.batch, settled)
             _store_commands(connection, model, () if is_split else instead, command.seq_id)
             return size if is_split else 0
 
@@ -336,7 +336,7 @@ class OnlineStore(Database):
         def stop(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM commands WHERE model_id = ?", (model.model_id,))
             connection.execute("UPDATE models SET stopped = ? WHERE model_id = ?", (problem, model.model_id))
-            _settle(connection, model, command.batch, settled)
+            _end_examples(connection, model, command.batch, settled)
 
         await self.do(stop)
 
@@ -373,7 +373,7 @@ def _in_flight(connection: sqlite3.Connection, model: OnlineModel, batch: int) -
     return int(count), int(size)
 
 
-def _settle(connection: sqlite3.Connection, model: OnlineModel, batch: int, settled: Settled) -> None:
+def _end_examples(connection: sqlite3.Connection, model: OnlineModel, batch: int, settled: Settled) -> None:
     """Set the state of a batch's examples in flight. Only waiting examples keep their data."""
     mine = (model.model_id, batch, ExampleState.SENT)
     where = "WHERE model_id = ? AND batch = ? AND state = ?"

@@ -165,7 +165,7 @@ class Futures:
                 request = self._kinds[stored.kind].load(stored.request or b"")
             except Exception:  # written in another format by another release
                 error = errors.Internal("the request was posted to another release of the gateway; send it again")
-                await self._settle(work, Result.of_error(error))
+                await self._resolve(work, Result.of_error(error))
                 continue
             self._begin(work, request)
 
@@ -324,7 +324,7 @@ class Futures:
                 break
             await asyncio.sleep(delay)
             failures += 1
-        await self._settle(work, result)
+        await self._resolve(work, result)
 
     def _missing(self, work: Work, error: errors.SeqIdGap) -> str:
         """Return the number of the command that a command waits for; empty if that one is in flight."""
@@ -349,9 +349,9 @@ class Futures:
         if work.task is not None:
             work.task.cancel()
             await asyncio.gather(work.task, return_exceptions=True)
-        await self._settle(work, Result.of_error(errors.Cancelled("the request was cancelled, or its session ended")))
+        await self._resolve(work, Result.of_error(errors.Cancelled("the request was cancelled, or its session ended")))
 
-    async def _settle(self, work: Work, result: Result) -> None:
+    async def _resolve(self, work: Work, result: Result) -> None:
         """Resolve the result for its waiters, then store it. A gateway that ends in between computes it again."""
         if work.result.done():
             return

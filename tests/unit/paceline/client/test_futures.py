@@ -47,6 +47,6 @@ async def test_a_closing_client_says_what_it_waits_for_also_while_answers_arrive
     for number, answer in enumerate(answers):
         loop.call_later(0.02 * number, answer.set_result, None)
     with caplog.at_level(logging.WARNING, "paceline"):
-        await unanswered.settle(60)
+        await unanswered.wait(60)
     [notice] = caplog.messages
     assert notice.startswith("the client is closing: waiting up to 60 s more for ")
