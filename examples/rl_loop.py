@@ -125,10 +125,12 @@ class Loop:
                 break
         else:
             return None
-        # Both are issued before either is awaited, so the trainer does not pause between them.
-        loss = self.training.forward_backward(data, "importance_sampling")
-        update = self.training.optim_step(AdamParams(learning_rate=self.options.learning_rate))
-        loss.result()
+        # Both are issued before either is awaited, so the trainer does not pause between them. The step is not taken
+        # on a part of the batch.
+        passed = self.training.forward_backward(data, "importance_sampling")
+        params = AdamParams(learning_rate=self.options.learning_rate)
+        update = self.training.optim_step(params, only_if_succeeded=passed)
+        passed.result()
         taken, seconds = update.result().step, perf_counter() - start
         return StepReport(taken, float(np.mean(rewards)), tokens, self.publish_ms, sampling.model.version or 0, seconds)
 

@@ -60,9 +60,9 @@ def main() -> None:
 
         for step in range(training.get_info().step + 1, options.steps + 1):
             # Both are issued before either is awaited, so the trainer does not pause between them.
-            loss = training.forward_backward(data, "cross_entropy")
-            update = training.optim_step(AdamParams(learning_rate=options.learning_rate))
-            print(f"step {step:3}   loss {loss.result().metrics['loss:sum']:.3f}   "
+            passed = training.forward_backward(data, "cross_entropy")
+            update = training.optim_step(AdamParams(learning_rate=options.learning_rate), only_if_succeeded=passed)
+            print(f"step {step:3}   loss {passed.result().metrics['loss:sum']:.3f}   "
                   f"gradient {update.result().grad_norm:.2f}   {update.result().milliseconds:.1f} ms")  # fmt: skip
 
         sampling = training.save_weights_and_get_sampling_client()

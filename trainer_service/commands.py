@@ -274,7 +274,10 @@ def _check_passes(run: RunRecord, since: int, until: int) -> None:
     for seq_id in range(since, until):
         answer = run.sequencer.answers.get(seq_id)
         if answer is not None and answer.method == "ForwardBackward" and answer.failure is not None:
-            message = f"command {seq_id} was refused ({answer.failure.reason}), so the step was not taken"
+            message = (
+                f"command {seq_id} was refused ({answer.failure.reason}), so the step was not taken; the gradient of "
+                "the passes that succeeded waits: drop it with discard_gradient, or step without this condition"
+            )
             raise errors.PrecedingRefused(message, field="only_if_succeeded_since", metadata={"seq_id": str(seq_id)})
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import grpc
 
 from paceline import errors
-from paceline.client.futures import PacelineFuture, Place
+from paceline.client.futures import IssuedCommand, PacelineFuture
 from paceline.client.retry import call_name, is_retryable
 from paceline.client.transport import Metadata, Transport, read
 from paceline.codec.commands import Command, execute_request, may_have_arrived, reply_in
@@ -63,7 +63,8 @@ class CommandSender:
         """Why the link is SHUT or IN_DOUBT; None while it is OPEN."""
         self._failed_before = 0
         """Commands with lower numbers had been issued when it became so, and end so too."""
-        self._order = object()
+        self.order = object()
+        """Identifies the order of the commands that are issued here."""
         self._issuing = threading.Lock()
         self._issued = self._next
         """Number of the next command that is issued: its seq_id, unless one before it is turned away."""
@@ -71,31 +72,43 @@ class CommandSender:
         self._deadlines: set[asyncio.Timeout] = set()
         """Those of the commands in flight."""
 
-    def issue(self, name: str, count: int, work: Callable[[Place], Coroutine[Any, Any, T]]) -> PacelineFuture[T]:
+    def issue(
+        self, name: str, count: int, work: Callable[[IssuedCommand], Coroutine[Any, Any, T]], *, is_pass: bool = False
+    ) -> PacelineFuture[T]:
         """Start `work`, which sends `count` commands at its place in the order. `name` identifies it in the log."""
         with self._issuing:
-            place, last = Place(self._order, self._issued), self._issued + count - 1
-            numbers = f"{last}" if count == 1 else f"{place.number} to {last}"
-            future = self._transport.submit_command(f"{name} {numbers} of {self._run_id}", place, work(place))
+            first, last = self._issued, self._issued + count - 1
+            numbers = f"{last}" if count == 1 else f"{first} to {last}"
+            issued = IssuedCommand(f"{name} {numbers} of {self._run_id}", self.order, first, count, is_pass)
+            future = self._transport.submit_command(issued, work(issued))
             self._issued += count
         return future
 
     def put(
-        self, requests: list[Any], decode: Callable[[Sequence[Outcome[Any]]], T], *, barrier: bool = False
+        self,
+        requests: list[Any],
+        decode: Callable[[Sequence[Outcome[Any]]], T],
+        *,
+        barrier: bool = False,
+        complete: Callable[[], None] | None = None,
     ) -> PacelineFuture[T]:
         """Issue commands that belong together. `decode` gets the reply or error of each, in order.
 
-        With `barrier`, later commands are not sent until these are answered.
+        With `barrier`, later commands are not sent until these are answered. `complete` is called when all commands
+        before have been sent: it fills in what depends on them, or raises why these are not to be sent.
         """
 
-        async def work(place: Place) -> T:
+        async def work(issued: IssuedCommand) -> T:
             async with self.turn:
-                answers = await self.send(place, requests)
+                if complete is not None:
+                    complete()
+                answers = await self.send(issued, requests)
                 if barrier:
                     await asyncio.wait(answers)
             return decode(await outcomes(answers))
 
-        return self.issue(call_name(requests[0]), len(requests), work)
+        is_pass = isinstance(requests[0], pb.ForwardBackwardRequest)
+        return self.issue(call_name(requests[0]), len(requests), work, is_pass=is_pass)
 
     def put_one(self, request: Command, decode: Callable[[Any], T], *, barrier: bool = False) -> PacelineFuture[T]:
         """Issue a single command, like `put`. `decode` gets its reply; its error is raised."""
@@ -108,7 +121,7 @@ class CommandSender:
 
         return self.put([request], decode_one, barrier=barrier)
 
-    async def send(self, place: Place, requests: list[Any]) -> list[asyncio.Task[Any]]:
+    async def send(self, issued: IssuedCommand, requests: list[Any]) -> list[asyncio.Task[Any]]:
         """Send commands that belong together; return the tasks of their answers. Only for the holder of `turn`.
 
         Takes them out of the list, since they may be large. Once one is turned away, those after it are not sent.
@@ -123,8 +136,10 @@ class CommandSender:
                 continue
             await self._in_flight.acquire()
             try:
-                await self._check_link(place)
-                answer = self._answer(await self._deliver(request))
+                await self._check_link(issued)
+                status = await self._deliver(request)
+                issued.seq_ids.append(status.seq_id)
+                answer = self._answer(status)
             except errors.PacelineError as error:
                 self._in_flight.release()
                 error.fate = error.fate or Fate.TURNED_AWAY
@@ -133,9 +148,9 @@ class CommandSender:
             answers.append(self._transport.start_task(answer))
         return answers
 
-    async def _check_link(self, place: Place) -> None:
+    async def _check_link(self, issued: IssuedCommand) -> None:
         """Open the link for a command that may be sent. Otherwise raises why not."""
-        if self._failure is not None and place.number < self._failed_before:
+        if self._failure is not None and issued.number < self._failed_before:
             raise _unsent(self._failure)
         if self._link is Link.IN_DOUBT and not await self._has_arrived():
             # The link stays as it is: the command may be on its way for as long as its connection lives.

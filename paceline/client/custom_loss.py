@@ -18,7 +18,7 @@ import torch
 from paceline import errors
 from paceline.client.batching import Batch, as_datums, make_batch
 from paceline.client.commands import CommandSender, outcomes
-from paceline.client.futures import HOLD, Hold, PacelineFuture, Place
+from paceline.client.futures import HOLD, Hold, IssuedCommand, PacelineFuture
 from paceline.client.transport import Worker
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec
@@ -45,28 +45,28 @@ def put_custom_loss(
     forward = make_batch([_without_weights(datum, f"data[{index}]") for index, datum in enumerate(own)], spec)
     worker = Worker()
 
-    async def work(place: Place) -> ForwardBackwardOutput:
+    async def work(issued: IssuedCommand) -> ForwardBackwardOutput:
         with worker:
-            return await two_passes(place)
+            return await two_passes(issued)
 
-    async def two_passes(place: Place) -> ForwardBackwardOutput:
+    async def two_passes(issued: IssuedCommand) -> ForwardBackwardOutput:
         async with sender.turn:
-            hold = Hold(place)
+            hold = Hold(issued)
             HOLD.set(hold)
             try:
-                answers = await sender.send(place, list(forward.requests))
+                answers = await sender.send(issued, list(forward.requests))
                 logprobs = [output["logprobs"] for output in forward.merge(await outcomes(answers)).loss_fn_outputs]
                 loss, metrics, weights = await worker.run(copy_context().run, evaluate, own, logprobs, loss_fn)
             finally:
                 hold.is_over = True
             backward = _backward(forward, weights)
-            answers = await sender.send(place, backward.requests)
+            answers = await sender.send(issued, backward.requests)
         output = backward.merge(await outcomes(answers))
         surrogate = output.metrics.pop("loss:sum")
         output.metrics |= {"loss:sum": loss, "surrogate_loss:sum": surrogate, **metrics}
         return output
 
-    return sender.issue("ForwardBackward with a custom loss", 2 * len(forward.requests), work)
+    return sender.issue("ForwardBackward with a custom loss", 2 * len(forward.requests), work, is_pass=True)
 
 
 def evaluate(

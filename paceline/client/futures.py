@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
@@ -123,6 +123,11 @@ class PacelineFuture(Generic[T]):
             self._command.is_retrieved = True
 
 
+def command_of(future: object) -> IssuedCommand | None:
+    """Return the command whose answer a future is; None for other futures, and for anything else."""
+    return future._command if isinstance(future, PacelineFuture) else None  # noqa: SLF001
+
+
 def _retrieve(waiter: asyncio.Future[Any]) -> None:
     """Take the error out of a future that nobody may await any more, or asyncio would log it too, without its name."""
     if not waiter.cancelled():
@@ -146,21 +151,11 @@ def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[A
     return twin
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A command's place in the order of its run."""
-
-    order: object
-    """Identifies the order."""
-    number: int
-
-
 @dataclass(eq=False, slots=True)
 class Hold:
     """A user's function that runs as part of a command, and before later commands of its run are sent."""
 
-    place: Place
-    """The command's place."""
+    command: IssuedCommand
     is_over: bool = False
 
 
@@ -174,8 +169,16 @@ class IssuedCommand:
 
     name: str
     """RPC, run and numbers, for the log."""
-    place: Place
-    """The place of the first."""
+    order: object
+    """Identifies the order of its client and run."""
+    number: int
+    """Its place in the order; that of the first of several."""
+    count: int = 1
+    """How many belong together."""
+    is_pass: bool = False
+    """Whether they are of ForwardBackward."""
+    seq_ids: list[int] = field(default_factory=list)
+    """Those of the commands that the trainer has accepted."""
     failure: str | None = None
     """The text of the error with which the command ended.
 
@@ -192,9 +195,9 @@ class IssuedCommand:
     def check_is_not_held(self) -> None:
         """Raise Unsupported in a function for which the command waits: neither would ever end."""
         hold = HOLD.get()
-        if hold is None or hold.is_over or hold.place.order is not self.place.order:
+        if hold is None or hold.is_over or hold.command.order is not self.order:
             return
-        if self.place.number >= hold.place.number:
+        if self.number >= hold.command.number:
             raise errors.Unsupported(
                 f"{self.name} ends after this loss_fn has returned, so loss_fn cannot wait for it; issue what loss_fn "
                 "needs before forward_backward_custom, and wait for the rest after it"
@@ -216,12 +219,10 @@ class UnansweredCommands:
         self._change = asyncio.Event()
         self._is_closed = False
 
-    def add(self, name: str, place: Place, future: Future[Any], loop: asyncio.AbstractEventLoop) -> IssuedCommand:
+    def add(self, issued: IssuedCommand, future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         """Track a command."""
-        issued = IssuedCommand(name, place)
         self._pending[id(issued)] = issued
         future.add_done_callback(lambda ended: self._end(issued, ended, loop))
-        return issued
 
     async def wait(self, seconds: float) -> None:
         """Wait up to `seconds` until every command is answered, and log what is being waited for."""

@@ -13,6 +13,7 @@ from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import PublishResult, path_of, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
+from paceline.client.step_condition import Passes, passes_of, put_condition, step_in
 from paceline.client.tokenizer import get_tokenizer
 from paceline.client.transport import Connected, Transport, blocking
 from paceline.layout import CheckpointPath
@@ -150,14 +151,27 @@ class TrainingClient(Connected):
         lr="AdamParams(learning_rate=...)",
         adam_params="params=...",
     )
-    def optim_step(self, params: OptimizerParams | None = None) -> PacelineFuture[OptimStepOutput]:
+    def optim_step(
+        self, params: OptimizerParams | None = None, *, only_if_succeeded: Passes | None = None
+    ) -> PacelineFuture[OptimStepOutput]:
         """Apply the accumulated gradient with the optimizer of `params`, AdamW by default, and clear the gradient.
 
+        only_if_succeeded: the future of a forward_backward, or several. The step is refused with PrecedingRefused
+            unless all parts of these passes, and the passes issued between them and the step, succeeded. The gradient
+            of the others then waits: drop it with `discard_gradient`, or step without the condition. Without it, a step
+            that is issued before its passes are answered also applies what is left of a batch whose part is refused.
+
         A run keeps the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
-        OptimizerChanged, OutOfMemory.
+        OptimizerChanged, OutOfMemory, PrecedingRefused, InvalidArgument.
         """
         request = codec.optimizer_to_proto(AdamParams() if params is None else params)
-        return self._sender.put_one(request, _optim_step_from_proto)
+        passes = [] if only_if_succeeded is None else passes_of(only_if_succeeded, self._sender.order)
+
+        def complete() -> None:
+            if passes:
+                put_condition(request, passes)
+
+        return self._sender.put([request], lambda outcomes: _step_from_proto(step_in(outcomes)), complete=complete)
 
     optim_step_async = awaitable(optim_step)
 
@@ -296,7 +310,7 @@ def _spec(
     return ForwardBackwardSpec(loss_fn, config or {}, _REDUCTIONS[reduction], **options)
 
 
-def _optim_step_from_proto(message: pb.OptimStepResponse) -> OptimStepOutput:
+def _step_from_proto(message: pb.OptimStepResponse) -> OptimStepOutput:
     return OptimStepOutput(
         step=message.step,
         grad_norm=message.grad_norm,

@@ -16,7 +16,7 @@ import grpc
 
 from paceline import errors
 from paceline.client.connection import Connection
-from paceline.client.futures import PacelineFuture, Place, UnansweredCommands
+from paceline.client.futures import IssuedCommand, PacelineFuture, UnansweredCommands
 from paceline.client.loop_thread import OWNER, THREAD, check_may_wait
 from paceline.client.retry import RetryLog, call_name, with_retries
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
@@ -78,10 +78,11 @@ class Transport:
         """Run a coroutine on THREAD. Work submitted from one thread starts in order of submission."""
         return PacelineFuture(self._submit(work))
 
-    def submit_command(self, name: str, place: Place, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
+    def submit_command(self, issued: IssuedCommand, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
         """Run a training command, which cannot be cancelled; closing the client waits for it."""
         future = self._submit(work)
-        return PacelineFuture(future, self._unanswered.add(name, place, future, self._loop))
+        self._unanswered.add(issued, future, self._loop)
+        return PacelineFuture(future, issued)
 
     def run_soon(self, action: Callable[[], object]) -> None:
         """Run a function on THREAD without waiting for it; do nothing if the client is closed."""
