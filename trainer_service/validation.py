@@ -87,7 +87,10 @@ def check_batch(
     if len(data) > max_datums:
         raise errors.OutOfRange(f"has {len(data)} datums; at most {max_datums} are accepted, split it", field="data")
     for index, datum in enumerate(data):
-        _check_datum(datum, f"data[{index}]", loss, model)
+        _check_form(datum, f"data[{index}]", loss, model)
+    if not _holds_valid_values(data, loss, model):
+        for index, datum in enumerate(data):
+            _check_values(datum, f"data[{index}]", loss, model)
     if not any(datum.counted_positions for datum in data):
         raise errors.EmptyBatch("every position is masked; set mask to 1 where the loss counts", field="data")
     _check_reduction(data, spec.reduction, spec.reduction_count)
@@ -104,18 +107,30 @@ def _check_reduction(data: Sequence[Datum], reduction: Reduction, count: int | N
         raise errors.OutOfRange(message, field="reduction_count")
 
 
-def _check_datum(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
+def _check_form(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
     spec, length = loss.spec, datum.model_input.shape[0]
     if length > model.max_context_length:
         message = f"has {length} tokens; the model accepts at most {model.max_context_length}"
         raise errors.SequenceTooLong(message, field=f"{field}.model_input")
-    _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
     _check_names(datum, field, spec, loss.required)
     _check_shapes(datum, field, spec)
-    _check_values(datum, field, loss, model)
     _check_sequence_mask(datum, f"{field}.loss_inputs[{SEQUENCE_RATIO_MASK}]")
-    if spec.overrides:
-        _check_thresholds(datum, field, spec, loss.config)
+
+
+def _holds_valid_values(data: Sequence[Datum], loss: ResolvedLoss, model: ModelInfo) -> bool:
+    """Whether the values of datums that can be joined are valid: numpy checks them at once several times faster."""
+    names = data[0].loss_inputs.keys()
+    if any(datum.loss_inputs.keys() != names or datum.loss_inputs["target_tokens"].ndim > 1 for datum in data):
+        return False
+    joined = Datum(
+        np.concatenate([datum.model_input for datum in data]),
+        {name: np.concatenate([datum.loss_inputs[name] for datum in data]) for name in names},
+    )
+    try:
+        _check_values(joined, "data", loss, model)
+    except errors.PacelineError:
+        return False  # of which datum is said by its own check
+    return True
 
 
 def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[str]) -> None:
@@ -149,7 +164,9 @@ def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
 
 
 def _check_values(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
+    """Check each value by itself, and with others at its position alone, so that joined datums can be checked too."""
     spec, inputs = loss.spec, datum.loss_inputs
+    _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
     for name in MASK_INPUTS & inputs.keys():
         if inputs[name].max() > 1:
             raise errors.OutOfRange("holds values other than 0 and 1", field=f"{field}.loss_inputs[{name}]")
@@ -166,6 +183,8 @@ def _check_values(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo
             if name in spec.read_everywhere:
                 message += f", and set {MASK} to 0 where there is none: {spec.name} reads it whatever the advantage"
             raise errors.PositiveLogprob(message, field=f"{field}.loss_inputs[{name}]")
+    if spec.overrides:
+        _check_thresholds(datum, field, spec, loss.config)
 
 
 def _check_temperatures(temperatures: Array, field: str) -> None:

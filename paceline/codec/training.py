@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import asdict
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -32,29 +33,36 @@ FLOATS: frozenset[str] = frozenset({"float32"})
 INTEGERS: frozenset[str] = frozenset({"int32", "int64"})
 MASKS: frozenset[str] = frozenset({"uint8"})
 
-_TO_WIRE: dict[str, tensor_pb2.Dtype.ValueType] = {
-    "float32": tensor_pb2.DTYPE_FLOAT32,
-    "int64": tensor_pb2.DTYPE_INT64,
-    "int32": tensor_pb2.DTYPE_INT32,
-    "float16": tensor_pb2.DTYPE_FLOAT16,
-    "uint8": tensor_pb2.DTYPE_UINT8,
+_NAMES: dict[int, str] = {
+    tensor_pb2.DTYPE_FLOAT32: "float32",
+    tensor_pb2.DTYPE_INT64: "int64",
+    tensor_pb2.DTYPE_INT32: "int32",
+    tensor_pb2.DTYPE_FLOAT16: "float16",
+    tensor_pb2.DTYPE_UINT8: "uint8",
 }
-_FROM_WIRE: dict[int, str] = {wire: name for name, wire in _TO_WIRE.items()}
+_LITTLE: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _NAMES.values()}
+"""The dtypes of the wire's bytes, by name."""
+_TO_WIRE: dict[np.dtype[Any], tuple[tensor_pb2.Dtype.ValueType, np.dtype[Any]]] = {
+    dtype: (tensor_pb2.Dtype.ValueType(wire), _LITTLE[name])
+    for wire, name in _NAMES.items()
+    for dtype in (_LITTLE[name], _LITTLE[name].newbyteorder(">"))
+}
+"""The dtype on the wire, and that of its bytes, of an array's dtype in either byte order."""
 _ONE, _ONE_OR_TWO = range(1, 2), range(1, 3)
 
 
-def tensor_to_proto(array: Array, field: str = "", dtypes: Collection[str] = _TO_WIRE) -> tensor_pb2.Tensor:
+def tensor_to_proto(array: Array, field: str = "", dtypes: Collection[str] = _LITTLE) -> tensor_pb2.Tensor:
     """Encode an array of any shape; for errors, `field` is its place in the request, which takes one of `dtypes`.
 
     Raises InvalidDtype for a dtype that the wire format does not have.
     """
-    wire = _TO_WIRE.get(array.dtype.name)
-    if wire is None:
+    found = _TO_WIRE.get(array.dtype)
+    if found is None:
         raise errors.InvalidDtype(
             f"dtype {array.dtype.name} cannot be sent; give {' or '.join(sorted(dtypes))}", field=field
         )
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return tensor_pb2.Tensor(dtype=wire, shape=array.shape, data=little.tobytes())
+    wire, little = found
+    return tensor_pb2.Tensor(dtype=wire, shape=array.shape, data=array.astype(little, copy=False).tobytes())
 
 
 def tensor_from_proto(
@@ -65,19 +73,19 @@ def tensor_from_proto(
     Raises InvalidDtype if its dtype is not among `dtypes`, InvalidShape if its shape is not allowed or does not match
     its bytes.
     """
-    name = _FROM_WIRE.get(tensor.dtype)
+    name = _NAMES.get(tensor.dtype)
     if name is None or name not in dtypes:
         raise errors.InvalidDtype(
             f"is {name or 'unspecified'}; send {' or '.join(sorted(dtypes))}", field=f"{field}.dtype"
         )
     shape = tuple(tensor.shape)
     allowed = range(ndim, ndim + 1) if isinstance(ndim, int) else ndim
-    if len(shape) not in allowed or any(extent < 0 for extent in shape):
+    if len(shape) not in allowed or min(shape, default=0) < 0:
         wanted = " or ".join(map(str, allowed))
         raise errors.InvalidShape(
             f"is {list(shape)}; send {wanted} dimension(s), none negative", field=f"{field}.shape"
         )
-    dtype = np.dtype(name).newbyteorder("<")
+    dtype = _LITTLE[name]
     data = tensor.data
     if prod(shape) * dtype.itemsize != len(data):
         raise errors.InvalidShape(

@@ -195,6 +195,9 @@ Report = Started | Captured | Reply | Heartbeat
 """Messages that the engine sends."""
 
 
+_array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], memoryview])
+
+
 def encode(message: Any) -> bytes:
     """Encode a message of this module, or any dataclass of such parts, without the length prefix."""
     return msgspec.msgpack.encode(message, enc_hook=_encode_array)
@@ -227,7 +230,7 @@ def _encode_array(value: Any) -> msgspec.msgpack.Ext:
 def _decode_array(code: int, data: memoryview) -> Array:
     if code != _ARRAY_CODE:
         raise ValueError(f"unknown msgpack extension {code}.")
-    dtype, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], memoryview])
+    dtype, shape, content = _array_decoder.decode(data)
     return np.frombuffer(content, dtype).reshape(shape)
 
 
