@@ -72,7 +72,7 @@ class PacelineError(Exception):
     fate: Fate | None = None
     """What became of the run's command that ended in this error; None for errors of other calls.
 
-    Set by who sent the command, so also None if it was refused before it was issued."""
+    Set by who sends the command. The Python client also sets it if it refuses a command before anything is sent."""
 
     def __init_subclass__(cls, *, reason: str = "") -> None:
         """Enter a class with a `reason` into the catalog; one without is a group, or known only in its own service."""

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
 from enum import Enum
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import grpc
 
@@ -23,7 +24,11 @@ from paceline.types import CommandState
 MAX_COMMANDS_UNANSWERED = 32
 """Maximum number of commands of one run in flight. More would only wait at the server."""
 
+_ATTACH_AGAIN = (
+    "attach again with ServiceClient.get_training_client({!r}), see how far the run is, and issue again what is missing"
+)
 Reply = TypeVar("Reply")
+P = ParamSpec("P")
 T = TypeVar("T")
 Outcome: TypeAlias = Reply | BaseException
 
@@ -80,7 +85,7 @@ class CommandSender:
             first, last = self._issued, self._issued + count - 1
             numbers = f"{last}" if count == 1 else f"{first} to {last}"
             issued = IssuedCommand(f"{name} {numbers} of {self._run_id}", self.order, first, count, is_pass)
-            future = self._transport.submit_command(issued, work(issued))
+            future = self._transport.submit_command(issued, _with_fate(work, issued))
             self._issued += count
         return future
 
@@ -168,11 +173,16 @@ class CommandSender:
         return CommandState(reply.status.state) is not CommandState.NOT_ARRIVED
 
     def _passed_over(self) -> errors.SeqIdGap:
-        error = errors.SeqIdGap(
-            f"command {self._next} before it has not arrived", field="seq_id", metadata={"missing": str(self._next)}
+        return errors.SeqIdGap(
+            f"command {self._next} before it has not arrived, so this one was not sent; {self._attach_again}",
+            field="seq_id",
+            metadata={"missing": str(self._next)},
         )
-        error.add_note("Attach to the run again with ServiceClient.get_training_client.")
-        return error
+
+    @property
+    def _attach_again(self) -> str:
+        """What a caller does when it is not known what has executed."""
+        return _ATTACH_AGAIN.format(self._run_id)
 
     def _move(self, link: Link, failure: errors.PacelineError | None = None) -> None:
         """Move the link, which nothing else does. `failure` is why it is SHUT or IN_DOUBT.
@@ -219,6 +229,7 @@ class CommandSender:
                     doubt.add_note(f"It was sent again, and turned away: {error}")
                     error = doubt
                 error.fate = Fate.UNKNOWN
+                _add(error, f"command {self._next} may have executed: {self._attach_again}")
                 self._move(Link.IN_DOUBT, error)
                 raise error from None
             if is_retryable(error):  # and was retried in vain; other refusals concern this command alone
@@ -237,7 +248,7 @@ class CommandSender:
                 if not CommandState(status.state).has_ended:  # the stream broke, as the next one may
                     await asyncio.sleep(self._transport.connection.retry.first_delay)
         except errors.PacelineError as error:
-            raise _unread(error, seq_id) from error
+            raise self._unread(error, seq_id) from error
         finally:
             self._in_flight.release()
         until = asyncio.get_running_loop().time() + self._transport.timeouts.training
@@ -245,6 +256,15 @@ class CommandSender:
             if not deadline.expired():
                 deadline.reschedule(until)
         return reply_in(status)
+
+    def _unread(self, error: errors.PacelineError, seq_id: int) -> errors.PacelineError:
+        """Return the error of a command that the trainer has, and of which no more could be learnt."""
+        if not isinstance(error, (errors.Unavailable, errors.TimedOut, errors.Cancelled, errors.RunNotFound)):
+            # For example Denied, which of a command would mean that it was turned away.
+            error = errors.UpstreamUnavailable(f"the answer of command {seq_id} cannot be read: {error}")
+        _add(error, f"the trainer has command {seq_id} and executes it in its place: {self._attach_again}")
+        error.fate = Fate.UNKNOWN
+        return error
 
     async def _follow(
         self,
@@ -282,6 +302,20 @@ class CommandSender:
         return status
 
 
+def command(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method that issues commands, whose errors say that nothing was sent."""
+
+    @wraps(method)
+    def issue(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except errors.PacelineError as error:
+            error.fate = Fate.TURNED_AWAY
+            raise
+
+    return issue
+
+
 async def outcomes(answers: Sequence[asyncio.Task[Any]]) -> Sequence[Outcome[Any]]:
     """Wait for answers and return the reply or error of each, in order."""
     found: list[Outcome[Any]] = await asyncio.gather(*answers, return_exceptions=True)
@@ -304,6 +338,14 @@ def _first_of(method: grpc.aio.UnaryStreamMultiCallable[Any, Reply]) -> Callable
     return call
 
 
+async def _with_fate(work: Callable[[IssuedCommand], Coroutine[Any, Any, T]], issued: IssuedCommand) -> T:
+    try:
+        return await work(issued)
+    except errors.PacelineError as error:
+        error.fate = error.fate or Fate.UNKNOWN  # that of a reply which cannot be read
+        raise
+
+
 def _unsent(cause: errors.PacelineError) -> errors.PacelineError:
     """Return the error of a command that was not sent because of the error of one before it.
 
@@ -315,14 +357,9 @@ def _unsent(cause: errors.PacelineError) -> errors.PacelineError:
     return error
 
 
-def _unread(error: errors.PacelineError, seq_id: int) -> errors.PacelineError:
-    """Return the error of a command that the trainer has, and of which no more could be learnt."""
-    if not isinstance(error, (errors.Unavailable, errors.TimedOut, errors.Cancelled, errors.RunNotFound)):
-        # For example Denied, which of a command would mean that it was turned away.
-        error = errors.UpstreamUnavailable(f"the answer of command {seq_id} cannot be read: {error}")
-    error.add_note("The trainer has accepted the command, and executes it in its place.")
-    error.fate = Fate.UNKNOWN
-    return error
+def _add(error: errors.PacelineError, remedy: str) -> None:
+    error.message = f"{error.message}; {remedy}"
+    error.args = (error.message,)
 
 
 def _silent() -> grpc.aio.AioRpcError:

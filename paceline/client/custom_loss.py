@@ -57,6 +57,9 @@ def put_custom_loss(
                 answers = await sender.send(issued, list(forward.requests))
                 logprobs = [output["logprobs"] for output in forward.merge(await outcomes(answers)).loss_fn_outputs]
                 loss, metrics, weights = await worker.run(copy_context().run, evaluate, own, logprobs, loss_fn)
+            except errors.PacelineError as error:
+                error.fate = error.fate or errors.Fate.TURNED_AWAY  # the second pass was not sent
+                raise
             finally:
                 hold.is_over = True
             backward = _backward(forward, weights)

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from paceline import codec, errors
 from paceline.client.catalog import Catalog
+from paceline.client.choices import chosen
 from paceline.client.connection import Connection, RetryPolicy, Timeouts, make_connection, make_tls
 from paceline.client.results import path_of
 from paceline.client.sampling_client import SamplingClient
@@ -136,7 +137,7 @@ class ServiceClient(Catalog):
             use_rslora=use_rslora,
             target_modules=as_names(target_modules, "target_modules"),
         )
-        return await self._create(base_model, lora, user_metadata or {})
+        return await self._create(base_model, lora, user_metadata)
 
     create_lora_training_client = blocking(create_lora_training_client_async)
     create_training_run_async = create_lora_training_client_async
@@ -158,7 +159,7 @@ class ServiceClient(Catalog):
         """
         if not isinstance(storage, WeightStorage):
             raise errors.InvalidArgument.of_type(storage, "WeightStorage.FLOAT32 or WeightStorage.BFLOAT16", "storage")
-        return await self._create(base_model, FullParameters(storage, seed), user_metadata or {})
+        return await self._create(base_model, FullParameters(storage, seed), user_metadata)
 
     create_full_training_client = blocking(create_full_training_client_async)
 
@@ -191,8 +192,7 @@ class ServiceClient(Catalog):
         Errors: RunNotFound, InvalidArgument, and TimedOut if they have not ended within `Timeouts.training`; the run
         is attached to all the same.
         """
-        if outstanding not in _OUTSTANDING:
-            raise errors.InvalidArgument(f"is {outstanding!r}; use {', '.join(_OUTSTANDING)}", field="outstanding")
+        chosen(outstanding, _OUTSTANDING, "outstanding")
         reply = await self.transport.submit(self._attach(run_id, outstanding))
         return TrainingClient(self.transport, codec.run_from_proto(reply.run), reply.attachment)
 
@@ -270,9 +270,10 @@ class ServiceClient(Catalog):
         await self.close_async(_close_timeout_after(kind))
 
     async def _create(
-        self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str]
+        self, base_model: str, parameters: RunParameters, user_metadata: Mapping[str, str] | None
     ) -> TrainingClient:
-        request = codec.make(pb.CreateRunRequest, base_model=base_model, user_metadata=user_metadata)
+        metadata = {} if user_metadata is None else user_metadata
+        request = codec.make(pb.CreateRunRequest, base_model=base_model, user_metadata=metadata)
         codec.put_parameters(request, parameters)
         return await self._create_run(request)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from paceline import codec, errors
 from paceline.client.batching import make_batch
-from paceline.client.commands import CommandSender
+from paceline.client.choices import chosen
+from paceline.client.commands import CommandSender, command
 from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import PublishResult, path_of, publish_result_from_proto
@@ -67,11 +68,11 @@ class TrainingClient(Connected):
     issued and may be modified afterwards.
 
     The `fate` of an error (`errors.Fate`) says what became of the command. ANSWERED: the trainer refused it.
-    TURNED_AWAY: the trainer does not have it (InvalidApiKey, Overloaded once the RetryPolicy's budget is spent). Later
-    commands continue after both. UNKNOWN: it may have executed; a later command is sent if it turns out to have
-    arrived, and ends in SeqIdGap otherwise: attach to the run again with `ServiceClient.get_training_client`. Errors of
-    all commands: RunNotFound, RunStateLost, ClientSuperseded (another client attached later and trains the run),
-    SeqIdExpired, SeqIdGap.
+    TURNED_AWAY: the trainer does not have it (InvalidApiKey, Overloaded once the RetryPolicy's budget is spent, an
+    argument that the client refuses). Later commands continue after both. UNKNOWN: it may have executed; a later
+    command is sent if it turns out to have arrived, and ends in SeqIdGap otherwise: attach to the run again with
+    `ServiceClient.get_training_client`. Errors of all commands: RunNotFound, RunStateLost, ClientSuperseded (another
+    client attached later and trains the run), SeqIdExpired, SeqIdGap.
     """
 
     def __init__(self, transport: Transport, run: Run, attachment: int) -> None:
@@ -89,6 +90,7 @@ class TrainingClient(Connected):
             f"ServiceClient().get_training_client({self.run_id!r}) there"
         )
 
+    @command
     @_pass_hints
     def forward(
         self,
@@ -102,6 +104,7 @@ class TrainingClient(Connected):
 
     forward_async = awaitable(forward)
 
+    @command
     @_pass_hints
     def forward_backward(
         self,
@@ -131,6 +134,7 @@ class TrainingClient(Connected):
 
     forward_backward_async = awaitable(forward_backward)
 
+    @command
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> PacelineFuture[ForwardBackwardOutput]:
         """Differentiate a custom loss with respect to log-probabilities, and back-propagate it through the model.
 
@@ -146,6 +150,7 @@ class TrainingClient(Connected):
 
     forward_backward_custom_async = awaitable(forward_backward_custom)
 
+    @command
     @hinted(
         **{each.name: f"AdamParams({each.name}=...)" for each in fields(AdamParams)},
         lr="AdamParams(learning_rate=...)",
@@ -175,6 +180,7 @@ class TrainingClient(Connected):
 
     optim_step_async = awaitable(optim_step)
 
+    @command
     def discard_gradient(self) -> PacelineFuture[int]:
         """Drop the gradient that waits, such as what a killed script left of a step; the weights stay.
 
@@ -185,6 +191,7 @@ class TrainingClient(Connected):
 
     discard_gradient_async = awaitable(discard_gradient)
 
+    @command
     def save_state(
         self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
     ) -> PacelineFuture[Checkpoint]:
@@ -197,6 +204,7 @@ class TrainingClient(Connected):
 
     save_state_async = awaitable(save_state)
 
+    @command
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
     ) -> PacelineFuture[Checkpoint]:
@@ -208,6 +216,7 @@ class TrainingClient(Connected):
 
     save_weights_for_sampler_async = awaitable(save_weights_for_sampler)
 
+    @command
     def load_state(self, path: str | Checkpoint) -> PacelineFuture[Run]:
         """Load a checkpoint's weights, with a fresh optimizer. Later commands are sent once it is answered.
 
@@ -217,6 +226,7 @@ class TrainingClient(Connected):
 
     load_state_async = awaitable(load_state)
 
+    @command
     def load_state_with_optimizer(self, path: str | Checkpoint) -> PacelineFuture[Run]:
         """Like `load_state` from a state checkpoint, but also restore optimizer, step, RNG and pending gradient.
 
@@ -226,6 +236,7 @@ class TrainingClient(Connected):
 
     load_state_with_optimizer_async = awaitable(load_state_with_optimizer)
 
+    @command
     def publish_weights(
         self, *, durable: bool = False, wait_for: WaitFor = "all", ack_timeout: float = 60.0
     ) -> PacelineFuture[PublishResult]:
@@ -237,13 +248,12 @@ class TrainingClient(Connected):
         `restart` accept versions of full-parameter runs. Errors: InvalidArgument, NonFinite, OutOfRange, AckTimeout,
         DiskFull, NotServable, the error with which a sampler refused the version.
         """
-        if wait_for not in _ACK_POLICIES:
-            raise errors.InvalidArgument(f"is {wait_for!r}; use all, any or none", field="wait_for")
+        policy = chosen(wait_for, _ACK_POLICIES, "wait_for")
         milliseconds = max(1, round(1e3 * checked_seconds(ack_timeout, "ack_timeout", maximum=_MAX_ACK_SECONDS)))
         request = codec.make(
             pb.PublishWeightsRequest,
             durable=durable,
-            wait_for=_ACK_POLICIES[wait_for],
+            wait_for=policy,
             ack_timeout_ms=milliseconds,
         )
         return self._sender.put_one(request, publish_result_from_proto)
@@ -305,9 +315,8 @@ class TrainingClient(Connected):
 def _spec(
     loss_fn: str, config: Mapping[str, float] | None, reduction: ReductionName, **options: bool
 ) -> ForwardBackwardSpec:
-    if reduction not in _REDUCTIONS:
-        raise errors.InvalidArgument(f"is {reduction!r}; use {', '.join(_REDUCTIONS)}", field="reduction")
-    return ForwardBackwardSpec(loss_fn, config or {}, _REDUCTIONS[reduction], **options)
+    divided = chosen(reduction, _REDUCTIONS, "reduction")
+    return ForwardBackwardSpec(loss_fn, {} if config is None else config, divided, **options)
 
 
 def _step_from_proto(message: pb.OptimStepResponse) -> OptimStepOutput:

@@ -80,7 +80,7 @@ class Transport:
 
     def submit_command(self, issued: IssuedCommand, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:
         """Run a training command, which cannot be cancelled; closing the client waits for it."""
-        future = self._submit(work)
+        future = self._submit(work, if_closed=errors.Fate.UNKNOWN)
         self._unanswered.add(issued, future, self._loop)
         return PacelineFuture(future, issued)
 
@@ -189,7 +189,8 @@ class Transport:
         self._unanswered.close()
         self._stop()
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T], if_closed: errors.Fate | None = None) -> Future[T]:
+        """Run a coroutine. `if_closed` is the fate of its command if the client is closed before it ends."""
         try:
             OWNER.check()
             if not self._stop.alive:
@@ -199,7 +200,7 @@ class Transport:
         except errors.PacelineError:
             work.close()
             raise
-        return asyncio.run_coroutine_threadsafe(self._guard(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._guard(work, if_closed), self._loop)
 
     def start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task that ends with the connection. Only on THREAD."""
@@ -255,7 +256,7 @@ class Transport:
         except errors.InvalidApiKey as error:
             raise self.connection.refused_key() from error
 
-    async def _guard(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _guard(self, work: Coroutine[Any, Any, T], if_closed: errors.Fate | None) -> T:
         if (task := asyncio.current_task()) is not None:
             self._track(task)
         try:
@@ -263,7 +264,9 @@ class Transport:
         except asyncio.CancelledError:
             if self._stop.alive:
                 raise
-            raise errors.Cancelled("the client was closed before the answer arrived") from None
+            error = errors.Cancelled("the client was closed before the answer arrived")
+            error.fate = if_closed
+            raise error from None
 
 
 class Connected:

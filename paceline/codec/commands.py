@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.codec.errors import error_from_proto, error_to_proto
+from paceline.codec.messages import make
 from paceline.errors import Code, Fate
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CommandState
@@ -41,9 +42,10 @@ _MAY_HAVE_ARRIVED = {Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED, Code.CANCELLED, C
 def execute_request(command: Command, run_id: str, seq_id: int, attachment: int) -> pb.ExecuteRequest:
     """Return the call that has the trainer take a command, and is answered with the first status.
 
-    The command's own run_id, seq_id and attachment, if set, are left out.
+    The command's own run_id, seq_id and attachment, if set, are left out. Raises OutOfRange for a number that its field
+    cannot hold.
     """
-    request = pb.ExecuteRequest(run_id=run_id, seq_id=seq_id, attachment=attachment, max_seconds=0)
+    request = make(pb.ExecuteRequest, run_id=run_id, seq_id=seq_id, attachment=attachment, max_seconds=0)
     inner: Any = getattr(request, _FIELDS[type(command)])
     inner.CopyFrom(command)
     for field in ORDER_FIELDS:
@@ -71,10 +73,14 @@ def reply_in(status: pb.CommandStatus) -> Any:
         case "error":
             error = error_from_proto(status.error)
         case None if status.is_another:
-            message = "another client has sent another command as this one; attach to the run again"
+            message = (
+                "another client has sent another command as this one; attach to the run again (get_training_client)"
+            )
             error = errors.SeqIdReused(message, field="seq_id")
         case None if CommandState(status.state) is CommandState.NOT_ARRIVED:
-            error = errors.SeqIdGap("the trainer does not have it; attach to the run again", field="seq_id")
+            error = errors.SeqIdGap(
+                "the trainer does not have it; attach to the run again (get_training_client)", field="seq_id"
+            )
         case None:
             error = errors.SeqIdExpired("it ended so long ago that its answer is no longer kept", field="seq_id")
         case answer:

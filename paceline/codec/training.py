@@ -110,7 +110,7 @@ def datum_to_proto(datum: Datum, field: str = "data") -> datum_pb2.Datum:
         for name, values in datum.loss_inputs.items()
     }
     model_input = tensor_to_proto(datum.model_input, f"{field}.model_input", INTEGERS)
-    return datum_pb2.Datum(model_input=model_input, loss_inputs=inputs)
+    return make(datum_pb2.Datum, f"{field}.", model_input=model_input, loss_inputs=inputs)
 
 
 def datum_from_proto(message: datum_pb2.Datum, field: str) -> Datum:

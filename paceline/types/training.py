@@ -96,6 +96,9 @@ class Datum(ComparedByValue):
         if not isinstance(loss_inputs, Mapping | None):
             message = f"is a {type(loss_inputs).__name__}; give a dict of names and arrays"
             raise InvalidArgument(message, field="loss_inputs")
+        for name in loss_inputs or {}:
+            if not isinstance(name, str):
+                raise InvalidArgument.of_type(name, "names that are strings", "loss_inputs")
         self.model_input = as_array(model_input, np.dtype(np.int32), "model_input")
         self.loss_inputs = {
             name: as_array(values, _default_dtype(name), f"loss_inputs[{name}]")

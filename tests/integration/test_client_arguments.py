@@ -10,6 +10,7 @@ from support.stacks.toy_trainer import make_data
 from transformers import BatchEncoding
 
 from paceline import AdamParams, Checkpoint, CheckpointKind, Datum, SamplingParams, ServiceClient, errors
+from paceline.client.commands import MAX_COMMANDS_UNANSWERED
 from paceline.layout import check_run_id
 
 
@@ -125,6 +126,81 @@ async def test_a_command_whose_arguments_cannot_be_sent_uses_up_no_place_in_the_
     assert caught.value.field == "adamw.learning_rate"
     await training.forward(make_data())
     assert server.trainer.executed == ["ForwardBackward"]
+
+
+@pytest.mark.parametrize("value", ["mean", [], {}, np.zeros(3)], ids=str)
+async def test_what_is_none_of_the_words_of_an_argument_is_refused_with_the_words(client, training, value):
+    calls = {
+        "reduction": lambda: training.forward(make_data(), reduction=value),
+        "wait_for": lambda: training.publish_weights(wait_for=value),
+        "outstanding": lambda: client.get_training_client(training.run_id, outstanding=value),
+    }
+    for field, call in calls.items():
+        with pytest.raises(errors.InvalidArgument, match=r"; use \w+, \w+ or \w+$") as caught:
+            await asyncio.to_thread(call)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda _, training: training.forward(make_data(), loss_fn_config=np.zeros(3)), "loss_fn_config"),
+        (lambda _, training: training.forward([Datum([1], {"a\ud800": [1]})]), "data[0].loss_inputs"),
+        (lambda *_: Datum([1], {1: [1]}), "loss_inputs"),
+        (lambda client, _: client.create_lora_training_client(user_metadata=np.zeros(3)), "user_metadata"),
+    ],
+)
+async def test_what_protobuf_or_python_cannot_take_is_refused_by_the_field(client, training, call, field):
+    with pytest.raises(errors.InvalidArgument) as caught:
+        await asyncio.to_thread(call, client, training)
+    assert caught.value.field.startswith(field)
+
+
+async def test_a_command_after_the_largest_seq_id_is_refused_by_the_field(server, client):
+    server.trainer.last = 2**64 - 1
+    training = await client.get_training_client_async(server.trainer.run_id)
+    for _ in range(MAX_COMMANDS_UNANSWERED + 1):
+        with pytest.raises(errors.OutOfRange) as caught:
+            await training.forward(make_data())
+        assert caught.value.field == "seq_id"
+        assert caught.value.fate is errors.Fate.TURNED_AWAY
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda training: training.forward([]),
+        lambda training: training.forward_backward(make_data(), loss_fn=3),
+        lambda training: training.forward_backward_custom(make_data(), 3),
+        lambda training: training.forward_backward_custom(make_data(), lambda *_: 3),
+        lambda training: training.optim_step(3),
+        lambda training: training.save_state("a", -1),
+        lambda training: training.save_weights_for_sampler(3),
+        lambda training: training.load_state(3),
+        lambda training: training.load_state_with_optimizer(3),
+        lambda training: training.publish_weights(ack_timeout=-1),
+    ],
+)
+async def test_a_command_that_the_client_refuses_was_turned_away(server, training, call):
+    with pytest.raises(errors.InvalidArgument) as caught:
+        await call(training)
+    assert caught.value.fate is errors.Fate.TURNED_AWAY
+    assert not server.trainer.gradient.any()
+
+
+async def test_what_became_of_the_commands_of_a_closed_client_is_told(server):
+    server.trainer.places = asyncio.Semaphore(0)
+    async with ServiceClient(server.address) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        left = training.forward(make_data())
+        await client.close_async(timeout=0)
+        with pytest.raises(errors.Cancelled) as caught:
+            await left
+        assert caught.value.fate is errors.Fate.UNKNOWN
+        with pytest.raises(errors.Cancelled) as caught:
+            training.forward(make_data())
+        assert caught.value.fate is errors.Fate.TURNED_AWAY
+    server.trainer.places.release()
 
 
 @pytest.mark.parametrize(

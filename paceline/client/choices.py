@@ -1,0 +1,18 @@
+"""Arguments that are one of a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from paceline import errors
+
+T = TypeVar("T")
+
+
+def chosen(value: object, choices: Mapping[str, T], field: str) -> T:
+    """Return what a word stands for. Raises InvalidArgument for anything that is none of the words."""
+    if not isinstance(value, str) or value not in choices:
+        *others, last = choices
+        raise errors.InvalidArgument(f"is {value!r}; use {', '.join(others)} or {last}", field=field)
+    return choices[value]
