@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from paceline.rpc.bounds import is_map
-from support.fuzz.valid_requests import WITHOUT_VALID, Owned, valid_request
+from support.fuzz.valid_requests import COMMANDS, WITHOUT_VALID, Owned, put_command, valid_request
 
 _PROTO = Path(__file__).resolve().parents[3] / "proto"
 _MAX_DEPTH = 6
@@ -95,6 +95,7 @@ class CaseMaker:
     def __init__(self, seed: int, owned: Owned, spares: dict[str, Owned]) -> None:
         self._seed, self._owned, self._spares = seed, owned, spares
         self._methods = methods()
+        self._commands = [method for method in self._methods if method.name in COMMANDS]
         self._texts: list[str] = []
 
     def make(self, number: int) -> Case:
@@ -114,7 +115,12 @@ class CaseMaker:
 
     def _nearly_valid(self, rng: random.Random, method: MethodDescriptor, owned: Owned) -> bytes:
         """Return a valid request of which at most two fields are changed."""
-        message = valid_request(method, owned, max(0, owned.last_seq_id + rng.choice(_AHEAD)))
+        seq_id = max(0, owned.last_seq_id + rng.choice(_AHEAD))
+        message = valid_request(method, owned, seq_id)
+        if method.name == "Execute":
+            put_command(message, rng.choice(self._commands), owned)
+        elif method.name == "OptimStep" and rng.random() < 0.3:
+            message.discard_gradient.SetInParent()
         if "attachment" in method.input_type.fields_by_name:
             message.attachment = rng.choice(_ATTACHMENTS)
         for _ in range(rng.choice((0, 0, 0, 0, 1, 1, 2))):

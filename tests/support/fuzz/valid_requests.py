@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from paceline import codec
+from paceline.codec.commands import execute_request
 from paceline.types import AdamParams, Datum, ModelRef
 
 ABOUT_NOTHING = frozenset(
@@ -18,6 +19,8 @@ ABOUT_NOTHING = frozenset(
 """Methods whose requests name nothing that a tenant owns."""
 WITHOUT_VALID = frozenset({"WatchVersions", "UpdateWeights"})
 """Methods without a valid request here: only samplers watch, and only a trainer pushes the bytes of a version."""
+COMMANDS = frozenset({"ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "PublishWeights"})
+"""Methods whose requests are a run's commands, which Execute sends too."""
 TOKENS = np.arange(1, 5, dtype=np.int32)
 CONVERSATION = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 
@@ -75,3 +78,12 @@ def valid_request(method: MethodDescriptor, owned: Owned, seq_id: int = 1) -> Me
         "RenderConversations": {"conversations": [CONVERSATION]},
     }[method.name]
     return GetMessageClass(method.input_type)(**fields)
+
+
+def put_command(execute: Message, method: MethodDescriptor, owned: Owned) -> None:
+    """Have an Execute send the command of another method."""
+    asked = valid_request(method, owned)
+    sent = execute_request(asked, execute.run_id, execute.seq_id, execute.attachment)
+    if not execute.HasField("max_seconds"):
+        sent.ClearField("max_seconds")
+    execute.CopyFrom(sent)
