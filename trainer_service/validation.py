@@ -86,6 +86,9 @@ def check_batch(
         raise errors.EmptyBatch("has no datums; send at least one", field="data")
     if len(data) > max_datums:
         raise errors.OutOfRange(f"has {len(data)} datums; at most {max_datums} are accepted, split it", field="data")
+    if not _are_tokens(np.concatenate([datum.model_input for datum in data]), model.vocab_size):
+        for index, datum in enumerate(data):
+            _check_tokens(datum.model_input, f"data[{index}].model_input", model.vocab_size)
     for index, datum in enumerate(data):
         _check_form(datum, f"data[{index}]", loss, model)
     if not _holds_valid_values(data, loss, model):
@@ -166,7 +169,6 @@ def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
 def _check_values(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
     """Check each value by itself, and with others at its position alone, so that joined datums can be checked too."""
     spec, inputs = loss.spec, datum.loss_inputs
-    _check_tokens(datum.model_input, f"{field}.model_input", model.vocab_size)
     for name in MASK_INPUTS & inputs.keys():
         if inputs[name].max() > 1:
             raise errors.OutOfRange("holds values other than 0 and 1", field=f"{field}.loss_inputs[{name}]")
@@ -231,10 +233,13 @@ def _counted(datum: Datum) -> Array:
     return np.ones(datum.model_input.shape, bool) if mask is None else mask != 0
 
 
+def _are_tokens(values: Array, vocab_size: int) -> bool:
+    return bool(values.min() >= 0 and values.max() < vocab_size)
+
+
 def _check_tokens(tokens: Array, field: str, vocab_size: int) -> None:
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
+    if not _are_tokens(tokens, vocab_size):
+        bad = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
         raise errors.TokenOutOfRange(f"holds {bad}; token ids are 0 to {vocab_size - 1}", field=field)
 
 
