@@ -8,7 +8,8 @@ turns each group's rewards into advantages, and takes one optimizer step.
 
 If this script is killed, start it again: it finds its run by name and continues at the step that the run has. What is
 random in a step comes from the seed and the step's number alone, so the step that was interrupted is made again as it
-was. At the end the run is deleted; its checkpoints stay.
+was. What it measured is kept in --out, so the table and the curve show all steps of the run. At the end the run and its
+state checkpoints are deleted; the adapter stays, as a checkpoint.
 
 Needs a running gateway: `make up` in another terminal prints the two variables to export. `make demo` does all of it.
 """
@@ -16,52 +17,40 @@ Needs a running gateway: `make up` in another terminal prints the two variables 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from history import History, StepReport, write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from runs import attach
+from runs import attach, until_superseded
 from tasks import HELD_OUT, MAX_TOKENS, STOP, Question, questions, reward
 
 import paceline
-from paceline import AdamParams, Datum, SampleResult, SamplingClient, SamplingParams
+from paceline import AdamParams, CheckpointKind, Datum, SampleResult, SamplingClient, SamplingParams
 
 SAVE_EVERY = 8  # steps between state checkpoints: the most to repeat after RunStateLost
 MOST_BATCHES = 16  # to draw for a step, until the rewards of a group differ
-
-
-@dataclass
-class StepReport:
-    """One row of the table."""
-
-    step: int
-    reward: float
-    tokens: int
-    publish_ms: float
-    version: int
-    seconds: float
 
 
 def main() -> None:
     """Run the loop and show the results."""
     options = parse_options()
     console = Console()
-    with paceline.ServiceClient() as service:
+    with until_superseded(), paceline.ServiceClient() as service:
         training = attach(service, options.name, options.settings) or service.create_lora_training_client(
             rank=options.rank,
             seed=options.seed,
             user_metadata={"name": options.name, "settings": options.settings},
         )
-        loop = Loop(service, training, options)
+        history = History(options.out, training.run_id)
+        loop = Loop(service, training, options, history)
         step = training.get_info().step
-        reports: list[StepReport] = []
         with progress_bar(console) as progress:
             bar = progress.add_task("training", total=options.steps, reward="")
             while step < options.steps:
@@ -80,27 +69,34 @@ def main() -> None:
                     )
                     break
                 step = report.step
-                reports.append(report)
                 progress.update(bar, completed=step, reward=f"reward {report.reward:.2f}")
                 if not console.is_terminal:  # where no bar is drawn
                     console.print(describe(report, options.steps))
         before = loop.evaluate(service.create_sampling_client())  # the base model, from which the run started
         after = loop.evaluate(loop.publish())
         final = training.save_weights_for_sampler("final", overwrite=True).result()
-        show(console, reports, before, after, options.out)
+        show(console, history.reports(step), before, after, options.out)
         console.print(f"adapter: {final.path}")
-        service.delete_run(training.run_id)  # its checkpoints stay
+        for saved in service.list_checkpoints(training.run_id, CheckpointKind.STATE):
+            service.delete_checkpoint(saved)
+        service.delete_run(training.run_id)  # the adapter stays
+        history.remove()
 
 
 class Loop:
     """The loop's parts: publish, sample, score, train."""
 
     def __init__(
-        self, service: paceline.ServiceClient, training: paceline.TrainingClient, options: argparse.Namespace
+        self,
+        service: paceline.ServiceClient,
+        training: paceline.TrainingClient,
+        options: argparse.Namespace,
+        history: History,
     ) -> None:
         self.service = service
         self.training = training
         self.options = options
+        self.history = history
         self.tokenizer = training.get_tokenizer()
         self.publish_ms = 0.0
 
@@ -125,14 +121,24 @@ class Loop:
                 break
         else:
             return None
+        report = StepReport(
+            done + 1,
+            float(np.mean(rewards)),
+            tokens,
+            self.publish_ms,
+            sampling.model.version or 0,
+            perf_counter() - start,
+        )
+        self.history.put(report)  # before the step, which may be taken though this script is killed
         # Both are issued before either is awaited, so the trainer does not pause between them. The step is not taken
         # on a part of the batch.
         passed = self.training.forward_backward(data, "importance_sampling")
         params = AdamParams(learning_rate=self.options.learning_rate)
         update = self.training.optim_step(params, only_if_succeeded=passed)
         passed.result()
-        taken, seconds = update.result().step, perf_counter() - start
-        return StepReport(taken, float(np.mean(rewards)), tokens, self.publish_ms, sampling.model.version or 0, seconds)
+        report = replace(report, step=update.result().step, seconds=perf_counter() - start)
+        self.history.put(report)
+        return report
 
     def publish(self) -> SamplingClient:
         """Publish the current weights as a new version; return a client that samples from exactly that version."""
@@ -190,7 +196,7 @@ def describe(report: StepReport, steps: int) -> str:
 
 def show(console: Console, reports: list[StepReport], before: float, after: float, out: Path) -> None:
     """Print the table, draw the curve, save the numbers."""
-    if not reports:  # an earlier script took all steps
+    if not reports:  # no step was taken, or their reports were removed
         console.print(f"on countries never trained on: before {before:.3f}, after {after:.3f}")
         return
     table = Table(title="Reinforcement learning through Paceline")
@@ -207,9 +213,8 @@ def show(console: Console, reports: list[StepReport], before: float, after: floa
     console.print(f"mean reward: first quarter {first:.3f}, last quarter {last:.3f} ([bold]{last - first:+.3f}[/bold])")
     console.print(f"on countries never trained on: before {before:.3f}, after {after:.3f}")
     console.print(f"publish: p50 {publish[0]:.1f} ms, p99 {publish[1]:.1f} ms")
-    out.mkdir(parents=True, exist_ok=True)
     facts = {"first_quarter": first, "last_quarter": last, "held_out": [before, after]}
-    (out / "rewards.json").write_text(json.dumps({**facts, "steps": [asdict(report) for report in reports]}, indent=1))
+    write(out / "rewards.json", {**facts, "steps": [asdict(report) for report in reports]})
     console.print(f"reward curve: {draw_curve(reports, out / 'reward.png')}")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from paceline import ServiceClient, TrainingClient
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from paceline import ServiceClient, TrainingClient, errors
 
 
 def attach(service: ServiceClient, name: str, settings: str) -> TrainingClient | None:
@@ -24,3 +27,12 @@ def attach(service: ServiceClient, name: str, settings: str) -> TrainingClient |
     if run.gradient_tokens:
         training.discard_gradient()
     return training
+
+
+@contextmanager
+def until_superseded() -> Iterator[None]:
+    """End the script, with a sentence, once another one has attached to its run."""
+    try:
+        yield
+    except errors.ClientSuperseded:
+        raise SystemExit("another script has attached to the run and continues it; this one ends") from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from runs import attach
+from runs import attach, until_superseded
 
 import paceline
 from paceline import AdamParams, Datum, SamplingParams
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--name", default="sft_loop", help="of the run; one that exists is continued")
     options = parser.parse_args()
 
-    with paceline.ServiceClient() as service:
+    with until_superseded(), paceline.ServiceClient() as service:
         settings = f"learning rate {options.learning_rate}"
         training = attach(service, options.name, settings) or service.create_lora_training_client(
             rank=8, user_metadata={"name": options.name, "settings": settings}

@@ -35,8 +35,8 @@ _OUTSTANDING: Mapping[str, pb.OutstandingPolicy.ValueType] = {
     "report": pb.OUTSTANDING_POLICY_REPORT,
 }
 _ENDED = {pb.COMMAND_STATE_NOT_ARRIVED, pb.COMMAND_STATE_SUCCEEDED, pb.COMMAND_STATE_REFUSED}
-_ATTACH_SECONDS = 10.0
-"""How long one AttachRun waits for what earlier clients left, so that the log says what is waited for."""
+_FIRST_ATTACH_SECONDS, _ATTACH_SECONDS = 0.5, 10.0
+"""How long the first AttachRun and the next ones wait for what earlier clients left; between them the log says so."""
 _log = logging.getLogger("paceline")
 
 MAX_IN_FLIGHT = 500
@@ -203,9 +203,9 @@ class ServiceClient(Catalog):
             run_id=run_id,
             request_id=uuid4().hex,
             outstanding=_OUTSTANDING[outstanding],
-            wait_seconds=_ATTACH_SECONDS,
+            wait_seconds=_FIRST_ATTACH_SECONDS,
         )
-        until = monotonic() + self.transport.timeouts.training
+        until, level = monotonic() + self.transport.timeouts.training, logging.INFO
         while True:
             reply = await self.transport.call(self.transport.trainer.AttachRun, request, "training")
             left = [status.seq_id for status in reply.outstanding if status.state not in _ENDED]
@@ -214,7 +214,9 @@ class ServiceClient(Catalog):
             if monotonic() > until:
                 message = f'commands {left} of an earlier client have not ended; attach again, or with "report"'
                 raise errors.TimedOut(message, field="outstanding")
-            _log.warning("attached to %s: waiting for commands %s of an earlier client", run_id, left)
+            message = "attached to %s: waiting up to %.0f s for %d command(s) of an earlier client, from %d to %d"
+            _log.log(level, message, run_id, until - monotonic(), len(left), min(left), max(left))
+            request.wait_seconds, level = _ATTACH_SECONDS, logging.WARNING
 
     get_training_client = blocking(get_training_client_async)
 

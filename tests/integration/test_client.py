@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import logging
+import re
 from time import monotonic
 
 import numpy as np
@@ -364,6 +366,27 @@ async def test_an_attached_client_continues_the_numbering(server, client, traini
     again = await client.get_training_client_async(training.run_id)
     assert (await again.optim_step()).step == 1
     assert server.trainer.arrivals == [1, 2]
+
+
+async def test_a_client_that_attaches_says_for_what_it_waits(server, client, training, caplog):
+    server.trainer.places = asyncio.Semaphore(0)
+    left = [training.forward(make_data()) for _ in range(3)]
+    while len(server.trainer.accepted) < len(left):  # noqa: ASYNC110 - the trainer is asked for nothing else
+        await asyncio.sleep(0.01)
+    with caplog.at_level(logging.INFO, "paceline"):
+        attaching = asyncio.ensure_future(client.get_training_client_async(training.run_id))
+        while not (told := [one for one in caplog.messages if "waiting" in one]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    has_ended = attaching.done()
+    for _ in left:
+        server.trainer.places.release()
+    await attaching
+    await asyncio.gather(*left)
+    assert not has_ended
+    assert re.fullmatch(
+        rf"attached to {training.run_id}: waiting up to \d+ s for 3 command\(s\) of an earlier client, from 1 to 3",
+        told[0],
+    )
 
 
 async def test_what_an_earlier_client_left_of_a_step_is_discarded(client, training):

@@ -1,6 +1,7 @@
 """The example of reinforcement learning goes on after a SIGKILL anywhere, and ends with the weights of a calm run."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from support.faults.killing_network import DISCARD, KillingNetwork, Moment, Plac
 from support.learnable_loop import copy_learnable_loop
 from support.models.tiny_models import make_tiny_llama
 from support.patience import PATIENCE
-from support.stacks.cluster import Cluster
+from support.stacks.cluster import Cluster, wait_for
 from support.stacks.warm_processes import behind
 
 from paceline import CheckpointKind
@@ -85,6 +86,7 @@ async def test_a_loop_that_is_killed_at_20_places_ends_as_if_it_had_never_been(f
     assert f"step {STEPS} of {STEPS}" in written
     assert "reward curve" in written
     (calm,) = finals(service)
+    undisturbed = measured(loop)
     async with KillingNetwork(int(cluster.address.rpartition(":")[2])).running() as network:
         address = f"127.0.0.1:{network.port}"
         for place in PLACES:
@@ -98,9 +100,33 @@ async def test_a_loop_that_is_killed_at_20_places_ends_as_if_it_had_never_been(f
     disturbed, _ = finals(service)
     assert (disturbed.step, disturbed.blake3) == (calm.step, calm.blake3)
     assert calm.step == STEPS
+    assert measured(loop) == undisturbed
+    assert [step for step, *_ in undisturbed] == list(range(1, STEPS + 1))
     assert not service.list_runs()
+    assert not service.list_checkpoints(kind=CheckpointKind.STATE)
+    assert not list(loop.parent.glob("rewards-*"))
+
+
+def measured(loop):
+    """Take the loop's file away; return the number, the reward and the tokens of each step that it shows."""
+    path = loop.parent / "rewards.json"
+    steps = json.loads(path.read_text())["steps"]
+    path.unlink()
+    return [(step["step"], step["reward"], step["tokens"]) for step in steps]
 
 
 def finals(service):
     """Return the final weights of all runs, newest first."""
     return [one for one in service.list_checkpoints(kind=CheckpointKind.SAMPLER) if one.name == "final"]
+
+
+async def test_a_loop_whose_run_another_client_trains_ends_with_a_sentence(forked_engines, cluster, service, loop):
+    process = await start(loop, cluster.address, cluster.api_key, "superseded")
+    await asyncio.to_thread(wait_for, lambda: any(run.step for run in service.list_runs()))
+    (run,) = await service.list_runs_async()
+    await service.get_training_client_async(run.run_id)
+    code, written = await end(process)
+    assert code == 1
+    assert "another script has attached to the run" in written
+    assert "Traceback" not in written
+    await service.delete_run_async(run.run_id, delete_checkpoints=True)

@@ -93,10 +93,12 @@ class ToyTrainer(TrainerServiceServicer):
         run = (await self.GetRun(request, context)).run
         if request.request_id not in self.attachments:
             self.attachments.append(request.request_id)
-        if request.outstanding == pb.OUTSTANDING_POLICY_WAIT:
-            await asyncio.gather(*(answer for _, answer in self.accepted.values()))
+        answers = {seq_id: answer for seq_id, (_, answer) in self.accepted.items() if not answer.done()}
+        if answers and request.outstanding == pb.OUTSTANDING_POLICY_WAIT:
+            await asyncio.wait(answers.values(), timeout=request.wait_seconds)
             run = codec.run_to_proto(self._run())
-        return pb.AttachRunResponse(run=run, attachment=len(self.attachments))
+        outstanding = [pb.CommandStatus(seq_id=seq_id, state=self._status(seq_id).state) for seq_id in answers]
+        return pb.AttachRunResponse(run=run, attachment=len(self.attachments), outstanding=outstanding)
 
     async def GetTokenizer(self, request, context):
         return pb.GetTokenizerResponse(files=self.tokenizer_files)
