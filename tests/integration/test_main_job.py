@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.descendants import descendants
+from support.doc_pages import page, section
 from support.learnable_loop import copy_learnable_loop
 from support.models.tiny_models import make_tiny_llama
 from support.patience import PATIENCE
@@ -210,7 +211,12 @@ stream_alone = pytest.mark.parametrize("cluster", ["stream"], indirect=True)
         ),
         ("sft_loop.py", ["--steps", "2"], "version 1"),
         ("stream_tokens.py", ["--max-tokens", "4"], "4 tokens in .* ended by length|[1-4] tokens in .* ended by stop"),
-        ("raw_stubs.py", [], "from version 1"),
+        (
+            "raw_stubs.py",
+            [],
+            r"from version 1\nattachment 1; commands left .*: 0\n(?s:.*)command 5 succeeded: optim_step\n"
+            r"(?s:.*)command 6 succeeded: optim_step\n$",
+        ),
     ],
 )
 def test_the_examples_run(forked_engines, cluster, tmp_path, example, arguments, last_line):
@@ -243,6 +249,26 @@ def test_the_readmes_ten_lines_run_as_printed(cluster, tmp_path):
     _, _, rest = (ROOT / "README.md").read_text().partition("```python\n")
     lines, _, _ = rest.partition("```")
     assert "from version 1" in run_python(cluster, tmp_path, "-c", lines)
+
+
+STUBS = """
+import os, uuid
+import grpc
+from paceline.trainer.v1 import trainer_service_pb2 as trainer
+from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
+from paceline.types.v1 import lora_pb2
+training = TrainerServiceStub(grpc.insecure_channel(os.environ["PACELINE_ADDRESS"]))
+key = (("authorization", "Bearer " + os.environ["PACELINE_API_KEY"]),)
+made = trainer.CreateRunRequest(request_id=uuid.uuid4().hex, lora=lora_pb2.LoraConfig(rank=2))
+run_id = training.CreateRun(made, metadata=key).run.run_id
+"""
+
+
+@stream_alone
+def test_the_lines_of_the_contracts_page_run_as_printed(cluster, tmp_path):
+    lines = re.findall("```python\n(.*?)```", section(page("contracts.md"), "With stubs alone"), re.DOTALL)
+    written = run_python(cluster, tmp_path, "-c", STUBS + "".join(lines))
+    assert re.fullmatch(r"1 COMMAND_STATE_\w+\n0 positions dropped\n", written)
 
 
 def run_python(cluster, directory, *arguments):
