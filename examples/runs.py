@@ -21,6 +21,8 @@ def attach(service: ServiceClient, name: str, settings: str) -> TrainingClient |
     run = max(found, key=lambda run: run.step)
     if (made_with := run.user_metadata.get("settings", "")) != settings:
         raise SystemExit(f"the run {name!r} was made with {made_with}, not {settings}; give those, or another --name")
+    if left := run.last_seq_id - run.executed_seq_id:
+        print(f"waiting for {left} command(s) that the earlier script left")
     training = service.get_training_client(run.run_id)
     run = training.get_info()
     print(f"continuing {name!r} ({run.run_id}), which has taken {run.step} step(s)")

@@ -48,11 +48,10 @@ class CommandSender:
     away leaves its seq_id to the next, and there are no gaps. `turn`, a fair lock, keeps the order; its holder blocks
     all later commands: loading a checkpoint holds it until it is answered, a custom loss until its second half is sent.
 
-    A command that cannot be brought to the trainer tells of all: `Link` is what is known of the way there, and only
-    `_move` changes it. Commands issued while the way was not known to be shut or in doubt end as the one did that found
-    out, and are not sent, since each would wait for as long. A later one is sent. But before it, the trainer is asked
-    whether the command in doubt has arrived; if not, the later one is not sent either, since it must not execute
-    without its caller's decision on the one that is missing.
+    `Link` is what is known of the way to the trainer, and only `_move` changes it. If a command cannot be brought
+    there, those that were issued until then end as it does, and are not sent, since each would wait for as long. One
+    that is issued later is sent. But if the earlier one may have arrived, the trainer is asked first; if it has not,
+    the later one is not sent either: it must not execute without its caller's decision on the one that is missing.
     """
 
     def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
