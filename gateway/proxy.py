@@ -67,7 +67,7 @@ _REFRESH_SECONDS = 30.0
 """How often a connected service is asked again."""
 _RETRY_SECONDS = 1.0
 """How soon one is asked again that did not answer."""
-_START_SECONDS = 60.0
+START_SECONDS = 60.0
 """How long a service may take to come up before it counts as down."""
 _CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
 _log = get_logger(__name__)
@@ -468,7 +468,7 @@ class Upstream:
 
     def _log_change(self, *, is_up: bool) -> None:
         self._was_up |= is_up
-        is_late = self._was_up or monotonic() - self._created > _START_SECONDS
+        is_late = self._was_up or monotonic() - self._created > START_SECONDS
         event = "upstream is up" if is_up else "upstream is down" if is_late else "waiting for upstream"
         if event != self._logged:
             self._logged = event

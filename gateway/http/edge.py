@@ -49,11 +49,11 @@ _FEW_PARTS = 1 << 15
 """Most parts of any other JSON, enough for the metadata that may be attached to something."""
 _IDLE_SECONDS = 75
 """How long a connection may be idle after a response."""
-_HEAD_SECONDS = 20.0
+HEAD_SECONDS = 20.0
 """How long a request's head may take to arrive, from the connection or, on a reused one, from its own first byte."""
 _MAX_HEAD = 64 << 10
 """Most bytes of a request's head, or of the fields after a chunked body. The parser itself has no limit."""
-_MAX_PIPELINED = 4
+MAX_PIPELINED = 4
 """Most requests of a connection that wait for the answer before theirs: a request is held from its head on."""
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _ACKNOWLEDGED = slice(120, 128)
@@ -88,7 +88,7 @@ class HttpEdge:
             self._answer, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed, most_parts
         )
         self._outermost = with_origins(guarded, settings.http_origins)
-        self._server: _Server | None = None
+        self._server: EdgeServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._tending: asyncio.Task[None] | None = None
         self._port_trouble = self._state_trouble = ""
@@ -146,9 +146,9 @@ class HttpEdge:
             await apis.stop()
 
     async def _listen(self) -> None:
-        listening = _bind(self._settings.http_listen)
+        listening = bind(self._settings.http_listen)
         try:
-            server = _Server(_config(self._settings, self._outermost), self._settings.http_max_connections)
+            server = EdgeServer(server_config(self._settings, self._outermost), self._settings.http_max_connections)
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             is_up = asyncio.create_task(server.is_up.wait())
             await asyncio.wait({serving, is_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -221,7 +221,8 @@ def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
+def server_config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
+    """Return how uvicorn serves an app on the HTTP port."""
     grpc_port = f"give it the gRPC port, which is at {settings.listen}"
     protocol = partial(
         TimedProtocol,
@@ -248,7 +249,8 @@ def _config(settings: GatewaySettings, app: ASGIApp) -> uvicorn.Config:
     return config
 
 
-def _bind(address: str) -> socket.socket:
+def bind(address: str) -> socket.socket:
+    """Return a socket bound to an address of the form host:port. Raises OSError."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     try:
@@ -328,7 +330,7 @@ class TimedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._held = 0
         self._head_arrived()
-        if len(self.pipeline) >= _MAX_PIPELINED:
+        if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.close()
             # An exception is the only way to stop the parser, which may have more heads of the same read before it.
             raise _TooManyWaiting
@@ -347,7 +349,7 @@ class TimedProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def _wait_for_head(self) -> None:
-        self._waiting = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+        self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _head_arrived(self) -> None:
         if self._waiting is not None:
@@ -411,7 +413,7 @@ class _Warning:
             _log.warning(self._event, peer=peer, remedy=self._remedy)
 
 
-class _Server(uvicorn.Server):
+class EdgeServer(uvicorn.Server):
     """Leaves signals to the gateway and reports when it serves."""
 
     def __init__(self, config: uvicorn.Config, max_connections: float = math.inf) -> None:

@@ -15,9 +15,9 @@ from paceline.log import get_logger
 
 BACKLOG = 4096
 """Most connections that wait in the kernel until they are accepted."""
-_HANDSHAKE_SECONDS = 20.0
+HANDSHAKE_SECONDS = 20.0
 """How long a TLS handshake may take."""
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """How long to wait after a connection could not be accepted, such as for lack of file descriptors."""
 _log = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Listener:
         self._options: dict[str, Any] = {}
         if tls is not None:
             # A shutdown takes as long as the peer reads what was written before. Protocols cut off those that do not.
-            self._options = {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_SECONDS, "ssl_shutdown_timeout": math.inf}
+            self._options = {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS, "ssl_shutdown_timeout": math.inf}
         self._loop = asyncio.get_running_loop()
         self._connecting = Background("connection failed")
         self._retry: asyncio.TimerHandle | None = None
@@ -79,7 +79,7 @@ class Listener:
                 # The connection stays in the backlog, so the loop would call this again at once.
                 _log.error("connection not accepted", cause=error.strerror)
                 self._loop.remove_reader(self._listening)
-                self._retry = self._loop.call_later(_RETRY_SECONDS, self._listen)
+                self._retry = self._loop.call_later(RETRY_SECONDS, self._listen)
                 return
             if len(self._connections) >= self._max_connections:
                 connection.close()

@@ -21,11 +21,11 @@ ONLINE = {"api": "online"}
 _PAGE = 1000
 _READ_AGAIN_SECONDS = 5.0
 """Age at which names are read again in the background: another gateway may have had runs changed."""
-_OLD_SECONDS = 60.0
+OLD_SECONDS = 60.0
 """Age at which names are not used before they were read again, if the trainer answers."""
 _PATIENCE_SECONDS = 2.0
 """How long a known name waits for the trainer."""
-_MOST_TENANTS = 1024
+MOST_TENANTS = 1024
 _MOST_RUNS = 10_000
 """Newest runs of a tenant that are known by name."""
 
@@ -93,7 +93,7 @@ class RunNames:
         if not self._services.router.trainer.ready:
             return known
         age = monotonic() - known.read
-        if known.changes != self._services.router.run_changes[tenant] or age > _OLD_SECONDS:
+        if known.changes != self._services.router.run_changes[tenant] or age > OLD_SECONDS:
             with suppress(errors.Unavailable, errors.TimedOut, TimeoutError):
                 return await asyncio.wait_for(self._read(tenant), _PATIENCE_SECONDS)
         elif age > _READ_AGAIN_SECONDS:
@@ -134,6 +134,6 @@ class RunNames:
         by_name |= {run.name: run for run in reversed(runs) if run.name and run.latest_version}
         known = self._known[tenant] = KnownRuns(runs, by_name, changes, monotonic())
         self._known.move_to_end(tenant)
-        if len(self._known) > _MOST_TENANTS:
+        if len(self._known) > MOST_TENANTS:
             self._known.popitem(last=False)
         return known

@@ -19,7 +19,7 @@ from paceline.client.loop_thread import OWNER, check_may_wait
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 1.0, 5.0
+FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 1.0, 5.0
 """Until a closing client first logs what it waits for, and between repetitions."""
 _MAX_NAMED = 5
 """Number of commands that a notice names; the rest are counted."""
@@ -228,7 +228,7 @@ class UnansweredCommands:
         """Wait up to `seconds` until every command is answered, and log what is being waited for."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + (0 if self._is_closed else seconds)
-        notice = clock() + _FIRST_NOTICE_SECONDS
+        notice = clock() + FIRST_NOTICE_SECONDS
         while self._pending and (now := clock()) < deadline:
             if now >= notice:
                 message = "the client is closing: waiting up to %.0f s more for %s (Ctrl-C stops waiting)"

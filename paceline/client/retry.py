@@ -21,7 +21,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 T = TypeVar("T")
 
 _MAX_DOUBLINGS = 30
-_SILENT_SECONDS = 1.0
+SILENT_SECONDS = 1.0
 """How long retries are not logged: enough to reach a service that has just started."""
 _NOTICE_SECONDS = 5.0
 """Time between two log lines about calls that wait for the same reason."""
@@ -40,7 +40,7 @@ class RetryLog:
         """Record that a call failed and will be retried."""
         kind = (call, error.reason)
         self._waiting[kind] += 1
-        if waited < _SILENT_SECONDS or monotonic() - self._logged.get(kind, -_NOTICE_SECONDS) < _NOTICE_SECONDS:
+        if waited < SILENT_SECONDS or monotonic() - self._logged.get(kind, -_NOTICE_SECONDS) < _NOTICE_SECONDS:
             return
         self._logged[kind] = monotonic()
         # A full service is normal and says when to retry; an unreachable one is not normal.

@@ -38,7 +38,7 @@ _hinted = hinted(
     logprobs="nothing: the answer has the log-probabilities of the sampled tokens",
     include_prompt_logprobs="prompt_logprobs=True",
 )
-_UNLIMITED_NOTICE_SECONDS = 5.0
+UNLIMITED_NOTICE_SECONDS = 5.0
 """How long a sample without max_tokens may take before the log explains why."""
 
 
@@ -137,7 +137,7 @@ class SamplingClient(Connected):
     async def _sample(self, request: pb.SampleRequest) -> SampleResult:
         method = self.transport.sampler.Sample
         loop, is_limited = asyncio.get_running_loop(), request.params.HasField("max_tokens")
-        notice = None if is_limited else loop.call_later(_UNLIMITED_NOTICE_SECONDS, self._explain_unlimited)
+        notice = None if is_limited else loop.call_later(UNLIMITED_NOTICE_SECONDS, self._explain_unlimited)
         try:
             reply = await self.transport.call(method, request, "sampling", self._metadata)
             return codec.sample_result_from_proto(reply)
@@ -147,7 +147,7 @@ class SamplingClient(Connected):
 
     def _explain_unlimited(self) -> None:
         self.transport.warn_once(
-            f"Sample: no answer after {_UNLIMITED_NOTICE_SECONDS:g} s; max_tokens is unset, so a completion may fill "
+            f"Sample: no answer after {UNLIMITED_NOTICE_SECONDS:g} s; max_tokens is unset, so a completion may fill "
             "the context; to end it earlier, give SamplingParams(max_tokens=...)"
         )
 

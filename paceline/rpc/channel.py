@@ -13,7 +13,7 @@ from paceline.files.secret_files import read_pem
 MAX_MESSAGE_BYTES = 64 << 20
 """Sized for replies with the log-probabilities of whole batches; requests are split well below this."""
 
-_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Detect a dead peer within 20 seconds even if no call is in flight (NAT and load balancers drop idle connections
@@ -31,7 +31,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-_BULK_OPTIONS: tuple[tuple[str, int | str], ...] = (
+BULK_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Receive 2 MiB ahead of the reader. By default gRPC estimates how much data a link holds and, on a fast one,
     # receives many chunks ahead of a reader that verifies them.
     ("grpc.http2.bdp_probe", 0),
@@ -65,7 +65,7 @@ def open_channel(
     a data center: it uses little memory and few frames, but transfers at most 2 MiB per round trip. Raises ValueError
     for a file that is not PEM.
     """
-    options = _CHANNEL_OPTIONS + _BULK_OPTIONS if bulk else _CHANNEL_OPTIONS
+    options = CHANNEL_OPTIONS + BULK_OPTIONS if bulk else CHANNEL_OPTIONS
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
     credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))

@@ -26,7 +26,7 @@ _MIN_PENDING = 8_192
 UNREAD_SECONDS = 30
 """How long a call may wait for its handler. Then gRPC drops it: its caller gets CANCELLED, and may send it again."""
 _HEALTH_CONNECTIONS, _HEALTH_STREAMS, _HEALTH_IDLE_SECONDS, _HEALTH_MESSAGE_BYTES = 64, 16, 300, 4096
-_SCRAPES, _SCRAPE_SECONDS = 8, 20.0
+_SCRAPES, SCRAPE_SECONDS = 8, 20.0
 """Most connections to the metrics port at the same time, and how long each may last."""
 
 
@@ -131,7 +131,7 @@ class _MetricsServer(WSGIServer):
         Thread(target=self._answer, args=(request, client_address), name="metrics", daemon=True).start()
 
     def _answer(self, request: socket.socket, client_address: Any) -> None:
-        cut_off = Timer(_SCRAPE_SECONDS, _cut_off, (request,))
+        cut_off = Timer(SCRAPE_SECONDS, _cut_off, (request,))
         cut_off.daemon = True
         cut_off.start()
         try:

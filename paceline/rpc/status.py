@@ -20,7 +20,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 _MAX_MESSAGE, _MAX_FIELD, _MAX_METADATA = 768, 128, 1024
 """Most bytes of an error's texts, which are sent three times in the trailers; peers accept 8 KiB of trailers in all."""
 
-_ABORT_SECONDS = 1.0
+ABORT_SECONDS = 1.0
 
 STATUS_CODES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 _FALLBACKS: dict[int, type[PacelineError]] = {
@@ -92,7 +92,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PacelineErro
     handler does not wait for that and raises StatusNotSentError.
     """
     try:
-        async with asyncio.timeout(_ABORT_SECONDS):
+        async with asyncio.timeout(ABORT_SECONDS):
             await context.abort(
                 status_code(error), status_message(error), trailing_metadata=((DETAILS_KEY, status_details(error)),)
             )

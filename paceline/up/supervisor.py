@@ -24,7 +24,7 @@ _MAX_FAILURES = 3
 _STEADY_SECONDS = 10.0
 """How long a service must have been ready for its next death to count as the first."""
 _RESTART_SECONDS = 1.0
-_BROKEN_STOP_SECONDS = 5.0
+BROKEN_STOP_SECONDS = 5.0
 """How long a service may take to stop if not all were ever ready, so that no caller was served."""
 _KILL_SECONDS = 5.0
 """How long the kernel may take to end a killed process."""
@@ -180,7 +180,7 @@ class Supervisor:
         if service is None or service.child.ended.done():
             return
         service.child.terminate()
-        seconds = service.plan.stop_seconds if self._all_ready else _BROKEN_STOP_SECONDS
+        seconds = service.plan.stop_seconds if self._all_ready else BROKEN_STOP_SECONDS
         if not await service.child.ends_within(seconds, unless=self._hurrying):
             service.child.kill()
             await service.child.ends_within(_KILL_SECONDS)

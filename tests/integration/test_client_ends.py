@@ -346,7 +346,7 @@ async def test_what_is_sent_again_for_longer_is_logged_with_its_reason_and_not_o
     server, caplog, monkeypatch, unsaid
 ):
     caplog.set_level(logging.INFO, "paceline")
-    monkeypatch.setattr("paceline.client.retry._SILENT_SECONDS", unsaid)
+    monkeypatch.setattr("paceline.client.retry.SILENT_SECONDS", unsaid)
     server.sampler.refusals = [errors.EngineUnavailable("the engine starts again", retry_after=0.01)] * 20
     async with ServiceClient(server.address, retry=QUICK) as client:
         sampling = client.create_sampling_client()

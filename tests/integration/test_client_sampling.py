@@ -10,7 +10,7 @@ from support.patience import PATIENCE
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, StopReason, Timeouts, errors
 from paceline.client.retry import is_retryable
-from paceline.rpc.channel import _CHANNEL_OPTIONS as OPTIONS
+from paceline.rpc.channel import CHANNEL_OPTIONS as OPTIONS
 
 QUICK = RetryPolicy(budget=60.0, first_delay=0.01, max_delay=0.05)
 SHORT = SamplingParams(max_tokens=3)
@@ -74,7 +74,7 @@ async def test_a_deadline_of_the_service_keeps_its_own_message(server, client):
 
 
 async def test_a_slow_sample_without_a_limit_is_explained_once_per_connection(server, client, caplog, monkeypatch):
-    monkeypatch.setattr("paceline.client.sampling_client._UNLIMITED_NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr("paceline.client.sampling_client.UNLIMITED_NOTICE_SECONDS", 0.05)
     server.sampler.may_answer.clear()
     limited = client.create_sampling_client().sample([1], sampling_params=SHORT)
     with pytest.raises(TimeoutError):
@@ -91,7 +91,7 @@ async def test_a_slow_sample_without_a_limit_is_explained_once_per_connection(se
 
 
 async def test_a_quick_sample_without_a_limit_is_not_remarked_on(client, caplog, monkeypatch):
-    monkeypatch.setattr("paceline.client.sampling_client._UNLIMITED_NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr("paceline.client.sampling_client.UNLIMITED_NOTICE_SECONDS", 0.5)
     await client.create_sampling_client().sample([1])
     await asyncio.sleep(0.7)
     assert caplog.messages == []
@@ -160,7 +160,7 @@ async def test_a_stream_notices_a_network_that_is_silent(server, monkeypatch):
     """The keepalive times and timeouts are a tenth of the clients' own."""
     short = [(name, value // 10 if name.endswith(("time_ms", "timeout_ms")) else value) for name, value in OPTIONS]
     assert dict(short)["grpc.keepalive_time_ms"] + dict(short)["grpc.http2.ping_timeout_ms"] == 2_000
-    monkeypatch.setattr("paceline.rpc.channel._CHANNEL_OPTIONS", tuple(short))
+    monkeypatch.setattr("paceline.rpc.channel.CHANNEL_OPTIONS", tuple(short))
     server.sampler.silent_after = 3
     async with CutProxy(server.port).running() as network, ServiceClient(f"127.0.0.1:{network.port}") as client:
         stream = aiter(client.create_sampling_client().sample_stream([1], sampling_params=ENDLESS))

@@ -208,7 +208,7 @@ async def test_services_refuse_calls_past_the_gateway(tmp_path):
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_a_service_that_is_not_up_yet_is_no_warning_unless_it_takes_long(monkeypatch, is_late):
     if is_late:
-        monkeypatch.setattr("gateway.proxy._START_SECONDS", 0.0)
+        monkeypatch.setattr("gateway.proxy.START_SECONDS", 0.0)
     port = free_port()
     upstream = Upstream("trainer", f"127.0.0.1:{port}", None)
     with capture_logs() as logged:

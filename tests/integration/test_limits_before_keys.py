@@ -71,7 +71,7 @@ async def test_a_message_that_cannot_be_read_is_an_error_like_others_and_comes_a
 
 
 async def test_an_error_that_is_slow_to_be_sent_arrives_and_is_no_fault_of_the_server(monkeypatch, caplog):
-    monkeypatch.setattr("paceline.rpc.status._ABORT_SECONDS", 0.0)
+    monkeypatch.setattr("paceline.rpc.status.ABORT_SECONDS", 0.0)
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -48,15 +48,18 @@ class PeftEngine:
         self._ranks = ranks or Ranks.alone()
         self._options = options
         self._device = torch.device(self._ranks.claim_device(options.device))
-        self._runs: dict[str, EngineRun] = {}
+        self.runs: dict[str, EngineRun] = {}
+        """The runs in the engine, by id."""
         self._staging = StagingMemory(options.staging_bytes, pinned=self._device.type == "cuda")
         self._preallocated = PreallocatedFile()
         self._publishing: set[str] = set()
         """LoRA runs that have published."""
         self._jobs: list[ForwardBackwardJob] = []
         base = load_certified_base(options, self._ranks, self._device)
-        self._model, self._mode, self._certificate = base.sharded.model, base.mode, base.certificate
-        self._base_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.model = base.sharded.model
+        """The base model with the adapters of all LoRA runs."""
+        self._mode, self._certificate = base.mode, base.certificate
+        self._base_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._offloader = make_offloader(options, self._ranks)
         self._executor = PassExecutor(
             base.sharded, base.routing, base.mode, options, self._ranks, self._offloader, self._device
@@ -65,7 +68,12 @@ class PeftEngine:
     @property
     def held_bytes(self) -> int:
         """Bytes in memory of the runs' weights, gradients and optimizer states."""
-        return sum(run.held_bytes for run in self._runs.values())
+        return sum(run.held_bytes for run in self.runs.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job waits for a pass."""
+        return bool(self._jobs)
 
     def load_run(self, run_id: str) -> EngineRun:
         """Return a run after loading it into memory if it is offloaded to disk; all ranks call this together.
@@ -77,7 +85,7 @@ class PeftEngine:
         return run
 
     def describe(self) -> ModelInfo:
-        config = self._model.config.get_text_config(decoder=True)
+        config = self.model.config.get_text_config(decoder=True)
         return ModelInfo(
             name=self._options.model_name,
             max_context_length=context_length(config),
@@ -89,7 +97,7 @@ class PeftEngine:
         )
 
     def create_run(self, run_id: str, parameters: RunParameters) -> AdapterInfo:
-        if run_id in self._runs:
+        if run_id in self.runs:
             raise InvalidArgument("a run with this id already exists.", field="run_id")
         if not isinstance(parameters, LoraConfig) and self._ranks.size > 1:
             raise Unsupported("full-parameter runs need a single rank.", field="ranks")
@@ -98,14 +106,14 @@ class PeftEngine:
                 run: EngineRun = self._make_lora_run(run_id, parameters)
             else:
                 self._offloader.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
-                run = make_full_run(run_id, parameters, self._options, self._mode, self._model)
-        self._runs[run_id] = run
+                run = make_full_run(run_id, parameters, self._options, self._mode, self.model)
+        self.runs[run_id] = run
         self._offloader.add(run)
         count = sum(weight.numel() for weight in run.weights.values())
-        return AdapterInfo(count, tuple(lora_run.adapted_modules(self._model, run_id)))
+        return AdapterInfo(count, tuple(lora_run.adapted_modules(self.model, run_id)))
 
     def delete_run(self, run_id: str) -> None:
-        run = self._runs.pop(run_id, None)
+        run = self.runs.pop(run_id, None)
         if run is None:
             return
         self._offloader.forget(run)
@@ -114,7 +122,7 @@ class PeftEngine:
             self._publishing.remove(run_id)
             self._preallocated.drop()
         if isinstance(run, LoraRun):
-            lora_run.remove_adapter(self._model, run_id)
+            lora_run.remove_adapter(self.model, run_id)
 
     def begin(
         self, run_id: str, data: Sequence[Datum], spec: ForwardBackwardSpec, *, alone: bool = False
@@ -201,9 +209,9 @@ class PeftEngine:
         return LoadedState(run.step, run.pending_tokens)
 
     def _run(self, run_id: str) -> EngineRun:
-        if run_id not in self._runs:
+        if run_id not in self.runs:
             raise RunNotFound("the engine has no run with this id; create it first.", field="run_id")
-        return self._runs[run_id]
+        return self.runs[run_id]
 
     def _resident_on_this_rank(self, run_id: str) -> EngineRun:
         """Return a run after loading it into memory on this rank only, which is enough for commands that only read."""
@@ -212,11 +220,11 @@ class PeftEngine:
         return run
 
     def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
-        targets = lora_run.target_modules(self._model, lora)
-        count = lora_run.count_parameters(self._model, lora, targets)
+        targets = lora_run.target_modules(self.model, lora)
+        count = lora_run.count_parameters(self.model, lora, targets)
         self._offloader.make_room((_WEIGHT_BYTES + TRAINED_BYTES) * count)
         base_model = self._options.base_reference
-        return lora_run.make_lora_run(self._model, run_id, lora, targets, base_model, self._device)
+        return lora_run.make_lora_run(self.model, run_id, lora, targets, base_model, self._device)
 
 
 def _ready_optimizer(run: EngineRun, params: OptimizerParams) -> AnyOptimizer:

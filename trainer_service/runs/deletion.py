@@ -32,7 +32,7 @@ from trainer_service.volume_files import (
 )
 
 _REQUESTS_FILE = "deleted-runs.json"
-_KEPT_REQUESTS = 1_000
+KEPT_REQUESTS = 1_000
 """Newest requests kept per tenant."""
 _PREFIX = ".deleted-"
 _KEPT_FILES = frozenset({"state", "sampler", DELETED_FILE, COPY_FILE})
@@ -75,7 +75,7 @@ class DeletedRuns:
         with self._lock:
             self._requests[tenant, request_id] = _Request(tenant, request_id, digest, run_id)
             of_tenant = [key for key in self._requests if key[0] == tenant]
-            for oldest in of_tenant[:-_KEPT_REQUESTS]:
+            for oldest in of_tenant[:-KEPT_REQUESTS]:
                 del self._requests[oldest]
             write_checked(self._path, list(self._requests.values()))
 

@@ -23,7 +23,7 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 SECONDS = 600.0
 """How long to wait for an answer."""
-_MAX_SESSIONS = 4096
+MAX_SESSIONS = 4096
 _SAMPLER = pb.CHECKPOINT_KIND_SAMPLER
 Answer = TypeVar("Answer")
 Commands = Sequence[Callable[..., Any]]
@@ -174,7 +174,7 @@ class Sessions:
             session.users -= 1
             if not session.users and not session.next_seq_id:  # it was never attached
                 del self._sessions[key]
-            if (excess := len(self._sessions) - _MAX_SESSIONS) > 0:
+            if (excess := len(self._sessions) - MAX_SESSIONS) > 0:
                 idle = [each for each, one in self._sessions.items() if not one.users and one.unfinished is None]
                 for each in idle[:excess]:
                     del self._sessions[each]

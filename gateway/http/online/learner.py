@@ -24,7 +24,7 @@ from paceline.types.optimizers import OPTIMIZERS
 from paceline.types.v1 import full_pb2, lora_pb2
 
 _SECONDS = 600.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
+FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 """Seconds between attempts to send an unanswered command."""
 _PUBLISH_SECONDS = 5.0
 """Minimum time between versions while examples wait."""
@@ -298,7 +298,7 @@ class Learner:
 
     async def _until_answered(self, command: StoredCommand) -> Message | errors.PacelineError:
         """Send a command until it is answered, or turned away for good; return its reply or the error."""
-        request, pause = _KINDS[command.kind].FromString(command.request), _FIRST_PAUSE
+        request, pause = _KINDS[command.kind].FromString(command.request), FIRST_PAUSE
         while True:
             self._asked = (command.kind, monotonic())
             try:

@@ -40,7 +40,7 @@ ARCHIVE = "checkpoint.tar"
 _VALID = timedelta(hours=1)
 _SECONDS = 3600.0
 _SECRET_BYTES = 32
-_MOST = 16
+MOST_DOWNLOADS = 16
 """Most downloads of a tenant in progress: as many as the trainer's default for `max_downloads_per_tenant`."""
 _RETRY_SECONDS = 1.0
 _NO_MORE = b"\0" * 1024
@@ -132,8 +132,10 @@ class Downloads:
 
         A download that nobody reads holds a place among the gateway's calls, and among the trainer's downloads.
         """
-        if self._running[tenant] >= _MOST:
-            message = f"{_MOST} downloads of this tenant are in progress, as many as it may have: read them first"
+        if self._running[tenant] >= MOST_DOWNLOADS:
+            message = (
+                f"{MOST_DOWNLOADS} downloads of this tenant are in progress, as many as it may have: read them first"
+            )
             raise errors.Overloaded(message, retry_after=_RETRY_SECONDS)
         self._running[tenant] += 1
         try:

@@ -33,13 +33,13 @@ from paceline.steady_clock import SteadyClock
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_SECONDS = 3600.0
 """How long a result can be fetched, in seconds of the gateway's steady clock."""
-_KEPT_IN_MEMORY_SECONDS = 60.0
-_GAP_SECONDS = 900.0
+KEPT_IN_MEMORY_SECONDS = 60.0
+GAP_SECONDS = 900.0
 """How long a command waits for one before it that is not posted.
 
 The SDK posts a refused command again for 5 minutes, and posts some only when the caller's own loss is computed.
 """
-_MAX_DELAY = 5.0
+MAX_DELAY = 5.0
 _FIRST_DELAY = 0.1
 _COPIES = 3
 """Copies of a request in memory while it is in flight: parsed, converted, and being sent."""
@@ -308,10 +308,10 @@ class Futures:
                     missing = self._missing(work, error)
                     if missing != gap:
                         gap, since = missing, monotonic()
-                    if missing and monotonic() - since >= _GAP_SECONDS:
+                    if missing and monotonic() - since >= GAP_SECONDS:
                         result = Result.of_error(_never_posted(missing))
                         break
-                delay = max(error.retry_after or 0.0, min(_MAX_DELAY, _FIRST_DELAY * 2 ** min(failures, 8)))
+                delay = max(error.retry_after or 0.0, min(MAX_DELAY, _FIRST_DELAY * 2 ** min(failures, 8)))
                 is_limit = isinstance(error, errors.QuotaExceeded)
                 work.queue_state = "paused_rate_limit" if is_limit else "paused_capacity"
                 work.queue_state_reason = status_message(error)
@@ -378,8 +378,8 @@ class Futures:
             else:
                 break
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), _MAX_DELAY)
-        asyncio.get_running_loop().call_later(_KEPT_IN_MEMORY_SECONDS, self._forget, work)
+                await asyncio.wait_for(self._closing.wait(), MAX_DELAY)
+        asyncio.get_running_loop().call_later(KEPT_IN_MEMORY_SECONDS, self._forget, work)
 
 
 def _may_succeed_later(error: errors.PacelineError) -> bool:
@@ -391,7 +391,7 @@ def _may_succeed_later(error: errors.PacelineError) -> bool:
 
 def _never_posted(missing: str) -> errors.SeqIdGap:
     message = (
-        f"command {missing} of the model was not posted within {_GAP_SECONDS / 60:.0f} minutes, so this one was not "
+        f"command {missing} of the model was not posted within {GAP_SECONDS / 60:.0f} minutes, so this one was not "
         "executed; load the last checkpoint into a new training client"
     )
     return errors.SeqIdGap(message, field="seq_id")

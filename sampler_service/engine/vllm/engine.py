@@ -138,7 +138,7 @@ class VllmEngine:
         return self._started.llm.get_num_unfinished_requests() if self._started else 0
 
     async def start(self) -> None:
-        _prepare_environment()
+        prepare_environment()
         check_constraints_once()
         # Slow work here runs in threads, because models are also loaded while the service is running.
         linear = await asyncio.to_thread(check_model, self._options.model_path)
@@ -494,7 +494,7 @@ def _shut_down(llm: AsyncLLM) -> None:
             answer.exception()  # nobody may wait for it, which is no error to log
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """Set options that vLLM reads only from the environment.
 
     No usage reports, processes by spawn, and grammars of tool calls.

@@ -34,11 +34,11 @@ def make_data(lengths=(5, 17, 9, 30), seed=0, *, masked=True):
 
 
 def gradients(engine, run_id="run"):
-    return {name: parameter.grad.clone() for name, parameter in engine._runs[run_id].parameters.items()}
+    return {name: parameter.grad.clone() for name, parameter in engine.runs[run_id].parameters.items()}
 
 
 def weights(engine, run_id="run"):
-    return {name: parameter.detach().clone() for name, parameter in engine._runs[run_id].parameters.items()}
+    return {name: parameter.detach().clone() for name, parameter in engine.runs[run_id].parameters.items()}
 
 
 def train(engine, run_id="run", loss="cross_entropy", data=None, config=None):

@@ -19,9 +19,9 @@ from trainer_service.engine.certificate import certified_base
 
 def _key(loading) -> Hashable:
     """Return what a certificate depends on."""
-    computes = replace(loading._options, scratch_dir="", run_memory_bytes=None, failpoints="")
+    computes = replace(loading.options, scratch_dir="", run_memory_bytes=None, failpoints="")
     files = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(Path(computes.model_path).iterdir()))
-    return files, computes, loading._seed, loading._device, loading._ranks.size
+    return files, computes, loading.seed, loading.device, loading.ranks.size
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class KnownCertificates:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Cache the results of certificates until the block ends."""
-        measure, certify = certified_base._UncertifiedBase._measure, certified_base._UncertifiedBase._certify
+        measure, certify = certified_base.UncertifiedBase.measure, certified_base.UncertifiedBase.certify
 
         def measure_once(loading, model):
             if (key := _key(loading)) not in self.stocks:
@@ -44,10 +44,10 @@ class KnownCertificates:
         def certify_once(loading, stock):
             if (key := _key(loading)) not in self.verdicts:
                 self.verdicts[key] = certify(loading, stock)
-            loading._use(self.verdicts[key].mode)
+            loading.use(self.verdicts[key].mode)
             return self.verdicts[key]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(certified_base._UncertifiedBase, "_measure", measure_once)
-            patch.setattr(certified_base._UncertifiedBase, "_certify", certify_once)
+            patch.setattr(certified_base.UncertifiedBase, "measure", measure_once)
+            patch.setattr(certified_base.UncertifiedBase, "certify", certify_once)
             yield

@@ -29,7 +29,7 @@ def main(path: str) -> None:
         )
         for name, environment in given["services"].items()
     ]
-    supervisor._BROKEN_STOP_SECONDS = given["stop_seconds"]
+    supervisor.BROKEN_STOP_SECONDS = given["stop_seconds"]
     running = supervisor.Supervisor(plans, Path(given["logs"]), say, lambda: say("up"))
     try:
         asyncio.run(running.run(until_eof=given["until_eof"]))

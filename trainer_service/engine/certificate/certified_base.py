@@ -84,14 +84,14 @@ def load_certified_base(options: EngineOptions, ranks: Ranks, device: torch.devi
     All ranks call this together. Raises Unsupported, with a sentence that names a module, if there is none, and
     whatever `load_base_model` raises.
     """
-    return _UncertifiedBase(options, ranks, device).certified()
+    return UncertifiedBase(options, ranks, device).certified()
 
 
 class InconclusiveError(Exception):
     """A few tokens differ; only other tokens can show whether that is chance."""
 
 
-class _UncertifiedBase:
+class UncertifiedBase:
     """A base model that is not certified yet."""
 
     _sharded: ShardedModel
@@ -108,9 +108,9 @@ class _UncertifiedBase:
     """What the model adds to attention that only its own implementation computes."""
 
     def __init__(self, options: EngineOptions, ranks: Ranks, device: torch.device) -> None:
-        self._options, self._ranks, self._device = options, ranks, device
+        self.options, self.ranks, self.device = options, ranks, device
         self._stocks: Stocks | None = None
-        self._seed = 0
+        self.seed = 0
         """Seed of the tokens."""
         self._seconds = 0.0
         """Time spent on the check so far."""
@@ -120,23 +120,23 @@ class _UncertifiedBase:
         while True:
             self._load(fused=True)
             # Rank 0 has measured this; all ranks compare with its numbers.
-            stocks = messages.decode(self._ranks.share(messages.encode(self._stocks)), Stocks)
+            stocks = messages.decode(self.ranks.share(messages.encode(self._stocks)), Stocks)
             start = time.perf_counter()
             try:
-                verdict = self._certify(stocks)
+                verdict = self.certify(stocks)
             except InconclusiveError:
-                self._seed, self._stocks = self._seed + 1, None
+                self.seed, self._stocks = self.seed + 1, None
             else:
                 self._seconds += time.perf_counter() - start
                 return self._certified(verdict, stocks)
 
-    def _certify(self, stocks: Stocks) -> _Verdict:
+    def certify(self, stocks: Stocks) -> _Verdict:
         """Switch to the first mode in which the model computes what stock transformers computes.
 
         Raises Unsupported, with a sentence that names a module, if there is none. Unless this is the last probe, raises
         InconclusiveError if a mode may have failed by chance.
         """
-        name, reason, packing = self._options.model_name, "", ""
+        name, reason, packing = self.options.model_name, "", ""
         for mode in modes_of(self._model):
             stock: Stock | None = stocks.within
             within, reason = self._try(mode, stocks.within)
@@ -149,7 +149,7 @@ class _UncertifiedBase:
             _log.info("%s cannot run in mode %s: %s (%s).", name, mode, reason, differences or "no results")
             # The next mode is slower. One with few deviations gets another probe before it is given up for that one.
             may_be_chance = differences is not None and stock is not None and differences.only_few_differ(stock)
-            if may_be_chance and self._seed < _PROBES - 1:
+            if may_be_chance and self.seed < _PROBES - 1:
                 raise InconclusiveError
             if mode.is_packed:
                 packing = f"{reason}."
@@ -158,7 +158,7 @@ class _UncertifiedBase:
     def _try(self, mode: PassMode, stock: Stock) -> tuple[_Differences | None, str]:
         """Return how far a mode is from stock transformers (None without results), and why it is rejected, if it is."""
         try:
-            self._use(mode)
+            self.use(mode)
             if mode.is_packed and self._mixes(mode):
                 return None, self._explain(mode, None)
             differences = _Differences.between(self._compute(stock), stock)
@@ -204,7 +204,7 @@ class _UncertifiedBase:
         )
         _log.info(
             "%s is certified: %s; %s; bounds %.2g and %.2g; %.2f s. %s",
-            self._options.model_name,
+            self.options.model_name,
             mode,
             differences,
             stock.logprob_bound,
@@ -219,7 +219,7 @@ class _UncertifiedBase:
     def _model(self) -> PreTrainedModel:
         return self._sharded.model
 
-    def _use(self, mode: PassMode) -> None:
+    def use(self, mode: PassMode) -> None:
         """Switch to a mode for all later passes. Raises Unsupported if the model does not support it."""
         if self._fused and not mode.fused:
             self._load(fused=False)
@@ -231,9 +231,9 @@ class _UncertifiedBase:
         self._sharded.rehearse(mode)
         self._offloader = RunOffloader(None, Path())
         tokens = sum(len(datum.model_input) for data in self._probe.values() for datum in data)
-        options = replace(self._options, pack_tokens=tokens, joint_passes=True)
+        options = replace(self.options, pack_tokens=tokens, joint_passes=True)
         self._executor = PassExecutor(
-            self._sharded, self._routing, mode, options, self._ranks, self._offloader, self._device
+            self._sharded, self._routing, mode, options, self.ranks, self._offloader, self.device
         )
         self._packed, self._mixed = mode.is_packed, False
 
@@ -243,9 +243,9 @@ class _UncertifiedBase:
         Differentiates a sequence by an earlier one: if independent, the result is exactly 0, in every dtype.
         """
         data = next(iter(self._probe.values()))
-        tokens = torch.from_numpy(data[-1].model_input.astype(np.int64)).to(self._device)
+        tokens = torch.from_numpy(data[-1].model_input.astype(np.int64)).to(self.device)
         lengths = (len(tokens) // 2, len(tokens) - len(tokens) // 2)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(self._device)[None]
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)[None]
         entered: list[Tensor] = []
 
         def enter(_module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ class _UncertifiedBase:
         if mode.fused:
             return "the fused layers give different results from transformers"
         tokens = np.concatenate([datum.model_input for data in self._probe.values() for datum in data])
-        device_tokens = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        device_tokens = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
         return why_different(self._model, mode, device_tokens, self._pass, mixes=self._mixed)
 
     def _pass(self, work: Callable[[], object]) -> object:
@@ -310,7 +310,7 @@ class _UncertifiedBase:
         for name in ("_sharded", "_executor"):  # They hold the previously loaded model.
             self.__dict__.pop(name, None)
         self._sharded = ShardedModel(
-            lambda: load_base_model(self._options, fused=fused, examine=self._examine), self._ranks, self._device
+            lambda: load_base_model(self.options, fused=fused, examine=self._examine), self.ranks, self.device
         )
         self._sharded.names_modules = True
         self._fused = fused and has_fused_family(self._model)
@@ -318,27 +318,25 @@ class _UncertifiedBase:
             self._routing = lora_run.adapt(self._model)
         except ValueError as error:
             reason = f"PEFT cannot add an adapter to it: {first_line(error).rstrip('(')}"
-            raise Unsupported(f"{self._options.model_name} cannot be served: {reason}.") from error
+            raise Unsupported(f"{self.options.model_name} cannot be served: {reason}.") from error
 
     def _examine(self, model: PreTrainedModel) -> None:
         start = time.perf_counter()
-        self._probe = make_probe(model.config, self._seed, LENGTHS)
-        self._probe_beyond = make_probe(model.config, self._seed, BEYOND)
+        self._probe = make_probe(model.config, self.seed, LENGTHS)
+        self._probe_beyond = make_probe(model.config, self.seed, BEYOND)
         self._rope = length_dependent_rope(model)
         longest = max(len(datum.model_input) for data in self._probe.values() for datum in data)
         self._lowering = find_boundaries(model, longest, CONTEXT_FIELDS)
-        if self._ranks.leads and self._stocks is None:
+        if self.ranks.leads and self._stocks is None:
             try:
-                self._stocks = self._measure(model)
+                self._stocks = self.measure(model)
             except OutOfMemory:
                 raise
             except Exception as error:
-                raise Unsupported(
-                    f"{self._options.model_name} cannot be served: {why_failed(error, model)}."
-                ) from error
+                raise Unsupported(f"{self.options.model_name} cannot be served: {why_failed(error, model)}.") from error
         self._seconds += time.perf_counter() - start
 
-    def _measure(self, model: PreTrainedModel) -> Stocks:
+    def measure(self, model: PreTrainedModel) -> Stocks:
         within = self._measure_probe(model)
         if not adaptable_modules(model):
             raise Unsupported(f"{type(model).__name__} has no linear layer that can have an adapter.")
@@ -365,7 +363,7 @@ class _UncertifiedBase:
         )
         lora = LoraConfig(rank=RANK, alpha=RANK, target_modules=modules)
         targets = lora_run.target_modules(self._model, lora)
-        run = lora_run.make_lora_run(self._model, run_id, lora, targets, "", self._device)
+        run = lora_run.make_lora_run(self._model, run_id, lora, targets, "", self.device)
         self._offloader.add(run)
         run.set_weights({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
         return run

@@ -270,7 +270,7 @@ def _perturbed_outputs(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) -> _SequenceResults:
-    logprobs = _logprobs(model, datum)
+    logprobs = stock_logprobs(model, datum)
     weights = torch.from_numpy(datum.loss_inputs["weights"]).to(model.device)
     loss = -(logprobs * weights).sum()
     gradients = torch.autograd.grad(loss, factors, allow_unused=True) if loss.requires_grad else ()
@@ -278,7 +278,7 @@ def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) ->
     return _SequenceResults(logprobs.detach().cpu().numpy(), [each.cpu().numpy() for each in given])
 
 
-def _logprobs(model: PreTrainedModel, datum: Datum, length: int | None = None) -> Tensor:
+def stock_logprobs(model: PreTrainedModel, datum: Datum, length: int | None = None) -> Tensor:
     """Compute the log-probabilities of a sequence's targets, from its first `length` tokens alone."""
     tokens = torch.from_numpy(datum.model_input[:length].astype(np.int64)).to(model.device)
     targets = torch.from_numpy(datum.loss_inputs["target_tokens"][:length]).to(model.device)
@@ -291,7 +291,7 @@ def _check_causal(model: PreTrainedModel, probe: Probe, stock: Stock) -> None:
     run, number = next(iter(probe)), _ROUNDED[0]
     whole, length = stock.logprobs[run][number], len(stock.logprobs[run][number]) // 2
     with _adapted(model, stock.adapters[run]):
-        part = _logprobs(model, probe[run][number], length).cpu().numpy()
+        part = stock_logprobs(model, probe[run][number], length).cpu().numpy()
     if rms(part - whole[:length]) > stock.logprob_bound:
         text = model.config.get_text_config(decoder=True).to_dict()
         empty = [name for name, value in text.items() if "window" in name and type(value) is int and value <= 0]

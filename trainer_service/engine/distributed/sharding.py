@@ -30,7 +30,7 @@ class ShardedModel:
         from a failed pass.
         """
         self._ranks, self._device = ranks, device
-        self._gathers = _Gathers()
+        self._gathers = Gathers()
         self._root: Any = None
         self._mode = FASTEST
         self.layer_inputs: list[Tensor] = []
@@ -131,7 +131,7 @@ class _Root(nn.Module):
         return compute()
 
 
-class _Gathers:
+class Gathers:
     """Implements FSDP2's `AllGather` and records what a pass gathers.
 
     All passes of a kind gather the same, because each runs through all layers, forward and backward.

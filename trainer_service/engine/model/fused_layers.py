@@ -109,7 +109,7 @@ class _Rotate(autograd.Function):
         ctx.save_for_backward(cosines, sines)
         ctx.work = work
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        work(_rotate, x, out, cosines, sines)
+        work(rotate, x, out, cosines, sines)
         return out
 
     @staticmethod
@@ -118,11 +118,12 @@ class _Rotate(autograd.Function):
         cosines, sines = ctx.saved_tensors
         heads, length, width = gradients[0].shape
         out = torch.empty(length, heads, width, dtype=gradients[0].dtype, device=gradients[0].device).transpose(0, 1)
-        ctx.work(_rotate, gradients[0], out, cosines, -sines)
+        ctx.work(rotate, gradients[0], out, cosines, -sines)
         return out, None, None, None
 
 
-def _rotate(x: Tensor, out: Tensor, cosines: Tensor, sines: Tensor) -> None:
+def rotate(x: Tensor, out: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Write each head of `x` (heads, rows, size), rotated by its position, to `out`."""
     (first, second), (low, high) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     low.copy_(first).mul_(cosines).addcmul_(second, sines, value=-1)
     high.copy_(second).mul_(cosines).addcmul_(first, sines)
@@ -148,22 +149,24 @@ class _Swiglu(autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.work = work
         out = torch.empty_like(gate)
-        work(_swiglu, gate, up, out)
+        work(swiglu, gate, up, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        ctx.work(_swiglu_backward, gate, up, gradients[0], dgate, dup)
+        ctx.work(swiglu_backward, gate, up, gradients[0], dgate, dup)
         return dgate, dup, None
 
 
-def _swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:
+def swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """Write silu(gate) * up to `out`."""
     torch.ops.aten.silu.out(gate, out=out).mul_(up)
 
 
-def _swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def swiglu_backward(gate: Tensor, up: Tensor, dout: Tensor, dgate: Tensor, dup: Tensor) -> None:
+    """Write the gradients of `swiglu` with respect to its inputs to `dgate` and `dup`."""
     torch.ops.aten.mul.out(dout, up, out=dgate)
     torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
     torch.ops.aten.silu.out(gate, out=dup).mul_(dout)
@@ -191,7 +194,7 @@ class _RmsNorm(autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, work: ElementWork) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, inverse = torch.empty_like(rows), torch.empty(len(rows), 1, device=x.device)
-        work(_normalise, rows, out, inverse, weight, eps=eps)
+        work(normalise, rows, out, inverse, weight, eps=eps)
         ctx.save_for_backward(rows, weight, inverse)
         ctx.work = work
         return out.view(x.shape)
@@ -201,18 +204,19 @@ class _RmsNorm(autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         dout = gradients[0].reshape(x.shape)
         dx = torch.empty_like(x)
-        ctx.work(_normalise_backward, x, dout, dx, inverse, weight)
+        ctx.work(normalise_backward, x, dout, dx, inverse, weight)
         dweight = (dout.float() * (x * inverse)).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx.view(gradients[0].shape), dweight, None, None
 
 
-def _normalise(x: Tensor, out: Tensor, inverse: Tensor, weight: Tensor, *, eps: float) -> None:
+def normalise(x: Tensor, out: Tensor, inverse: Tensor, weight: Tensor, *, eps: float) -> None:
+    """Write the rows of `x`, RMS-normalised and times `weight`, to `out`, and 1 / RMS of each to `inverse`."""
     exact = x.float()
     inverse.copy_(torch.linalg.vecdot(exact, exact).unsqueeze(1)).div_(x.shape[-1]).add_(eps).rsqrt_()
     out.copy_(exact * inverse).mul_(weight)
 
 
-def _normalise_backward(x: Tensor, dout: Tensor, dx: Tensor, inverse: Tensor, weight: Tensor) -> None:
+def normalise_backward(x: Tensor, dout: Tensor, dx: Tensor, inverse: Tensor, weight: Tensor) -> None:
     """Write dx = (g - n mean(g n)) / rms, where n = x / rms and g = dy * weight."""
     normed, g = x * inverse, dout.float() * weight.float()
     share = torch.linalg.vecdot(g, normed).unsqueeze(1).div_(-x.shape[1])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.types import AdamParams
 from trainer_service.engine.optimizers.base import Optimizer, Parameters, batches, gradient_of
 
-_BATCH_ELEMENTS = 1 << 24
+BATCH_ELEMENTS = 1 << 24
 """Elements of a batch, whose moments take 128 MiB; a larger weight is a batch of its own."""
 _BATCHES_AT_A_TIME = 3
 """One is copied in, one is updated and one is copied back."""
@@ -70,7 +70,7 @@ class AdamWCpu(Optimizer[AdamParams]):
         if self._on_cuda:
             # The moments have their sizes between steps, when the weights may be empty.
             moments = {name: self._tensors[f"exp_avg.{name}"] for name in self._parameters}
-            groups = batches(moments, _BATCH_ELEMENTS)
+            groups = batches(moments, BATCH_ELEMENTS)
             largest = max(sum(moments[name].numel() for name in names) for names in groups)
             with torch.cuda.stream(self._copy_in_stream):
                 torch.empty(_BATCHES_AT_A_TIME, 2, largest, device=self._device)
@@ -85,7 +85,7 @@ class AdamWCpu(Optimizer[AdamParams]):
     def _update_in_batches(self, params: AdamParams, step: int) -> None:
         computing, returned = torch.cuda.current_stream(self._device), list[torch.cuda.Event]()
         self._copy_in_stream.wait_stream(computing)
-        for names in batches(self._parameters, _BATCH_ELEMENTS):
+        for names in batches(self._parameters, BATCH_ELEMENTS):
             if len(returned) > 1:
                 returned[-2].synchronize()
             with torch.cuda.stream(self._copy_in_stream):

@@ -28,8 +28,8 @@ class AdamW8bit(Optimizer[AdamParams]):
     def __init__(self, parameters: Parameters, params: AdamParams) -> None:
         super().__init__(parameters, params)
         device = self._largest.device
-        self._maps = {kind: BlockMap(device, signed=kind == "exp_avg") for kind in ("exp_avg", "exp_avg_sq")}
-        for kind in self._maps:
+        self.maps = {kind: BlockMap(device, signed=kind == "exp_avg") for kind in ("exp_avg", "exp_avg_sq")}
+        for kind in self.maps:
             for name, weight in parameters.items():
                 self._tensors[f"{kind}.{name}"] = torch.zeros_like(weight, dtype=torch.uint8)
                 self._tensors[f"{kind}_scale.{name}"] = weight.new_zeros(-(-weight.numel() // _BLOCK))
@@ -39,11 +39,11 @@ class AdamW8bit(Optimizer[AdamParams]):
             gradient = gradient_of(weight)
             first, second = (
                 kept.unpack(self._tensors[f"{kind}.{name}"], self._tensors[f"{kind}_scale.{name}"])
-                for kind, kept in self._maps.items()
+                for kind, kept in self.maps.items()
             )
             first.lerp_(gradient, 1.0 - params.beta1)
             second.mul_(params.beta2).addcmul_(gradient, gradient, value=1.0 - params.beta2)
-            for moment, (kind, kept) in zip((first, second), self._maps.items(), strict=True):
+            for moment, (kind, kept) in zip((first, second), self.maps.items(), strict=True):
                 kept.pack(moment, self._tensors[f"{kind}.{name}"], self._tensors[f"{kind}_scale.{name}"])
             root = second.sqrt_().div_(math.sqrt(1.0 - params.beta2**step)).add_(params.eps)
             weight.mul_(1.0 - params.learning_rate * params.weight_decay)

@@ -53,7 +53,7 @@ class Apollo(Optimizer[Params]):
 
     def _scaled(self, name: str, gradient: Tensor, params: Params, draw: int) -> Tensor:
         """Scale a gradient of shape [L, S], limit its norm, and multiply by sqrt(scale)."""
-        projected = gradient @ self._projection(name, gradient.shape[1], params.seed, draw)
+        projected = gradient @ self.projection(name, gradient.shape[1], params.seed, draw)
         moved = self._adam(name, projected, params)
         norms = [torch.linalg.vector_norm(side, dim=self._norm_over, keepdim=True) for side in (moved, projected)]
         scaled: Tensor = gradient * (norms[0] / (norms[1] + _SMALLEST_NORM))
@@ -76,7 +76,7 @@ class Apollo(Optimizer[Params]):
         second.addcmul_(gradient, gradient, value=1.0 - params.beta2)
         return first / second.sqrt().add_(params.eps)
 
-    def _projection(self, name: str, side: int, seed: int, draw: int) -> Tensor:
+    def projection(self, name: str, side: int, seed: int, draw: int) -> Tensor:
         """Draw P, shape [side, r]; the same arguments give the same P on the same kind of device."""
         moments = self._tensors[f"exp_avg.{name}"]
         rank = moments.shape[1]

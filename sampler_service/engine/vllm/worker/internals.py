@@ -21,8 +21,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from sampler_service.engine.protocol import EngineUnfit
 
 _MANAGER = "lora_manager._adapter_manager"
-_ALWAYS = (f"{_MANAGER}.model", f"{_MANAGER}.modules", f"{_MANAGER}.packed_modules")
-_DIRECT = (
+ALWAYS_USED = (f"{_MANAGER}.model", f"{_MANAGER}.modules", f"{_MANAGER}.packed_modules")
+USED_BY_DIRECT_WRITES = (
     "lora_manager.max_position_embeddings",
     f"{_MANAGER}.capacity",
     f"{_MANAGER}.device",
@@ -36,10 +36,10 @@ _DIRECT = (
     f"{_MANAGER}._last_slot_layout",
 )
 """The last one shows that vLLM detects a slot that gets another adapter between two steps of the same requests."""
-_RUNNING = ("lora_state.lora_requests", "input_batch.lora_id_to_lora_request")
+RUNNING_ADAPTERS = ("lora_state.lora_requests", "input_batch.lora_id_to_lora_request")
 """Where vLLM's two model runners keep the adapters of requests in the batch; one of the two must exist."""
 
-_SCORING = ("_get_prompt_logprobs_dict", "prompt_logprobs_worker.compute_prompt_logprobs")
+PROMPT_SCORING = ("_get_prompt_logprobs_dict", "prompt_logprobs_worker.compute_prompt_logprobs")
 """Where the two model runners score prompts; one of the two must exist."""
 
 
@@ -48,8 +48,9 @@ class VllmInternals:
 
     def __init__(self, model_runner: Any, *, direct: bool) -> None:
         """Check for the attributes in use; `direct` adds those for slots. Raises EngineUnfit if any are missing."""
-        missing = [path for path in (_ALWAYS + _DIRECT if direct else _ALWAYS) if not _has(model_runner, path)]
-        for either in (_RUNNING, _SCORING) if direct else (_SCORING,):
+        used = ALWAYS_USED + USED_BY_DIRECT_WRITES if direct else ALWAYS_USED
+        missing = [path for path in used if not _has(model_runner, path)]
+        for either in (RUNNING_ADAPTERS, PROMPT_SCORING) if direct else (PROMPT_SCORING,):
             missing += [] if any(_has(model_runner, path) for path in either) else [" or ".join(either)]
         if missing:
             raise EngineUnfit(

@@ -41,10 +41,14 @@ async def _answer(scope, receive, send):
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+def _config(app):
+    return edge.server_config(GatewaySettings(insecure=True), app)
+
+
 @asynccontextmanager
 async def _serve(config, max_connections=math.inf):
     """Yield the address of a running server."""
-    listening, server = edge._bind("127.0.0.1:0"), edge._Server(config, max_connections)
+    listening, server = edge.bind("127.0.0.1:0"), edge.EdgeServer(config, max_connections)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     await server.is_up.wait()
     try:
@@ -59,7 +63,7 @@ def _trust(pem):
 
 
 async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
-    monkeypatch.setattr(edge, "_HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(edge, "HEAD_SECONDS", 0.2)
     config = uvicorn.Config(_answer, http=edge.TimedProtocol, log_config=None, lifespan="off")
     async with _serve(config) as address:
         for head, answer in ((b"", b""), (b"GET / HTTP/1.1\r\n", b""), (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"ok")):
@@ -76,7 +80,7 @@ async def test_a_connection_without_a_head_is_closed_in_time(monkeypatch):
 async def test_grpc_clients_at_the_http_port_are_one_warning_that_names_theirs():
     settings = GatewaySettings(listen="127.0.0.1:50050", insecure=True)
     with capture_logs() as logged:
-        async with _serve(edge._config(settings, _answer)) as address:
+        async with _serve(edge.server_config(settings, _answer)) as address:
             async with grpc.aio.insecure_channel("{}:{}".format(*address)) as channel:
                 with pytest.raises(grpc.aio.AioRpcError):
                     await channel.unary_unary("/x.X/Y")(b"")
@@ -106,7 +110,10 @@ async def test_the_access_log_has_the_status_as_a_number():
 @pytest.mark.parametrize(("zeros", "status"), [(18, 401), (5000, 400), (60_000, 400)])
 async def test_a_length_with_many_digits_is_the_callers_error(zeros, status):
     app = AccessMiddleware(_answer, [], WaitingBytes(), 100, [])
-    async with _serve(edge._config(GatewaySettings(insecure=True), app)) as (host, port), asyncio.timeout(PATIENCE):
+    async with (
+        _serve(_config(app)) as (host, port),
+        asyncio.timeout(PATIENCE),
+    ):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"0" * zeros + b"5\r\n\r\nhello")
         assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
@@ -122,7 +129,10 @@ async def test_json_of_too_many_parts_is_refused_before_all_of_it_has_arrived():
     app = AccessMiddleware(read, [_ByName()], WaitingBytes(), 32 << 20, [], most_parts=most.get)
     head = "POST /{} HTTP/1.1\r\nHost: x\r\nX-API-Key: a\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
     bodies = {"": b"[" + b"{}," * (1 << 20), "binary": b"{}," * (1 << 20)}
-    async with _serve(edge._config(GatewaySettings(insecure=True), app)) as (host, port), asyncio.timeout(PATIENCE):
+    async with (
+        _serve(_config(app)) as (host, port),
+        asyncio.timeout(PATIENCE),
+    ):
         for path, status in (("", 400), ("binary", 200)):
             reader, writer = await asyncio.open_connection(host, port)
             missing = 1 if status == 400 else 0
@@ -184,7 +194,7 @@ async def test_a_tenant_with_its_share_of_requests_is_refused_more_while_others_
         return answer
 
     app = AccessMiddleware(wait, [_ByName()], WaitingBytes(), 100, [], max_requests_per_tenant=2)
-    async with _serve(edge._config(GatewaySettings(insecure=True), app)) as address, asyncio.timeout(PATIENCE):
+    async with _serve(_config(app)) as address, asyncio.timeout(PATIENCE):
         waiting = [asyncio.create_task(get(address, tenant)) for tenant in ("greedy", "greedy", "other")]
         for _ in waiting:
             await entered.acquire()
@@ -222,7 +232,7 @@ async def test_a_body_that_begins_as_http2_does_is_a_body():
         assert (await receive())["body"] == b"PRI * HTTP/2.0"
         await _answer(scope, receive, send)
 
-    async with _serve(edge._config(GatewaySettings(insecure=True), read)) as address:
+    async with _serve(_config(read)) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 14\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
@@ -245,7 +255,10 @@ _CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 @pytest.mark.parametrize("beginning", [b"GET / HTTP/1.1\r\nX: ", b"GET /", _CHUNKED + b"0\r\nX: ", _CHUNKED + b"5;"])
 async def test_a_head_without_an_end_is_not_kept(beginning):
-    async with _serve(edge._config(GatewaySettings(insecure=True), _echo_length)) as (host, port), asyncio.timeout(20):
+    async with (
+        _serve(_config(_echo_length)) as (host, port),
+        asyncio.timeout(20),
+    ):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(beginning)
         with suppress(OSError):
@@ -261,7 +274,10 @@ async def test_a_head_without_an_end_is_not_kept(beginning):
 async def test_a_long_head_and_a_long_body_are_served():
     head = b"POST / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 60_000 + b"\r\nContent-Length: 8000000\r\n\r\n"
     chunk = b"8\r\neight by\r\n" * 50_000
-    async with _serve(edge._config(GatewaySettings(insecure=True), _echo_length)) as (host, port), asyncio.timeout(20):
+    async with (
+        _serve(_config(_echo_length)) as (host, port),
+        asyncio.timeout(20),
+    ):
         for request, size in ((head + bytes(8_000_000), 8_000_000), (_CHUNKED + chunk + b"0\r\n\r\n", 400_000)):
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(request)
@@ -280,7 +296,10 @@ async def test_a_few_requests_may_wait_for_the_answer_before_theirs_and_no_more(
         await gate.wait()
         await _answer(scope, receive, send)
 
-    async with _serve(edge._config(GatewaySettings(insecure=True), wait)) as (host, port), asyncio.timeout(PATIENCE):
+    async with (
+        _serve(_config(wait)) as (host, port),
+        asyncio.timeout(PATIENCE),
+    ):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(_GET * 8000)
         with suppress(ConnectionError):
@@ -289,8 +308,8 @@ async def test_a_few_requests_may_wait_for_the_answer_before_theirs_and_no_more(
         assert len(entered) == 1
         gate.set()
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(_GET * (1 + edge._MAX_PIPELINED))
-        for _ in range(1 + edge._MAX_PIPELINED):
+        writer.write(_GET * (1 + edge.MAX_PIPELINED))
+        for _ in range(1 + edge.MAX_PIPELINED):
             await reader.readuntil(b"ok")
         writer.close()
 
@@ -298,7 +317,7 @@ async def test_a_few_requests_may_wait_for_the_answer_before_theirs_and_no_more(
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_connections_above_the_limit_are_closed_on_arrival_and_others_served(run):
     async def main():
-        config = edge._config(GatewaySettings(insecure=True), _answer)
+        config = _config(_answer)
         async with _serve(config, max_connections=2) as (host, port), asyncio.timeout(PATIENCE):
             kept = [await asyncio.open_connection(host, port) for _ in range(2)]
             with capture_logs() as logged:
@@ -323,7 +342,7 @@ def test_connections_above_the_limit_are_closed_on_arrival_and_others_served(run
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_connection_without_a_handshake_is_closed_in_time(run, monkeypatch):
     async def main():
-        config = edge._config(GatewaySettings(insecure=True), _answer)
+        config = _config(_answer)
         config.load()
         config.ssl = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         async with _serve(config) as (host, port), asyncio.timeout(30):  # asyncio's own limit is 60
@@ -332,7 +351,7 @@ def test_a_connection_without_a_handshake_is_closed_in_time(run, monkeypatch):
                 assert await reader.read() == b""
             writer.close()
 
-    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.2)
     run(main())
 
 
@@ -342,7 +361,7 @@ def test_connections_without_a_handshake_count_until_they_end(run, monkeypatch, 
 
     async def main():
         settings = GatewaySettings(insecure=True, tls_cert=pem.cert, tls_key=pem.key)
-        server = _serve(edge._config(settings, _answer), max_connections=2)
+        server = _serve(edge.server_config(settings, _answer), max_connections=2)
         async with server as (host, port), asyncio.timeout(PATIENCE):
             waiting = [await asyncio.open_connection(host, port) for _ in range(2)]
             reader, writer = await asyncio.open_connection(host, port)
@@ -359,7 +378,7 @@ def test_connections_without_a_handshake_count_until_they_end(run, monkeypatch, 
             await reader.readuntil(b"ok")
             writer.close()
 
-    monkeypatch.setattr(listener, "_HANDSHAKE_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 2 * PATIENCE)
     run(main())
 
 
@@ -380,7 +399,7 @@ def test_a_connection_that_cannot_be_accepted_yet_is_accepted_later(run, monkeyp
     async def main():
         config = uvicorn.Config(_answer, http=edge.TimedProtocol, log_config=None, lifespan="off")
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            server = edge._Server(config)
+            server = edge.EdgeServer(config)
             serving = asyncio.create_task(server.serve(sockets=[_Full(fileno=os.dup(listening.fileno()))]))
             async with asyncio.timeout(PATIENCE):
                 reader, writer = await asyncio.open_connection(*listening.getsockname())
@@ -390,7 +409,7 @@ def test_a_connection_that_cannot_be_accepted_yet_is_accepted_later(run, monkeyp
             server.should_exit = True
             await serving
 
-    monkeypatch.setattr(listener, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(listener, "RETRY_SECONDS", 0.01)
     run(main())
 
 
@@ -414,7 +433,7 @@ def _answers_at_length(left, parts=2):
 def test_a_peer_that_takes_nothing_is_cut_off(run):
     async def main():
         left = asyncio.Event()
-        config = edge._config(GatewaySettings(insecure=True, reader_seconds=0.2), _answers_at_length(left))
+        config = edge.server_config(GatewaySettings(insecure=True, reader_seconds=0.2), _answers_at_length(left))
         async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(_GET)
@@ -433,7 +452,7 @@ def test_a_peer_that_takes_nothing_is_cut_off_also_over_tls(run, tmp_path):
 
     async def main():
         settings = GatewaySettings(insecure=True, reader_seconds=0.2, tls_cert=pem.cert, tls_key=pem.key)
-        async with _serve(edge._config(settings, _answers_at_length(asyncio.Event(), parts=1))) as (host, port):
+        async with _serve(edge.server_config(settings, _answers_at_length(asyncio.Event(), parts=1))) as (host, port):
             async with asyncio.timeout(PATIENCE):
                 reader, writer = await asyncio.open_connection(host, port, ssl=_trust(pem))
                 with capture_logs() as logged:
@@ -471,7 +490,7 @@ def test_a_peer_that_reads_slowly_is_answered_whole(run, tls, monkeypatch, tmp_p
 
     async def main():
         files = {"tls_cert": pem.cert, "tls_key": pem.key} if tls else {}
-        config = edge._config(GatewaySettings(insecure=True, **files), _answers_at_length(asyncio.Event()))
+        config = edge.server_config(GatewaySettings(insecure=True, **files), _answers_at_length(asyncio.Event()))
         config.timeout_keep_alive = 0
         async with _serve(config) as (host, port), asyncio.timeout(PATIENCE):
             reader, writer = await asyncio.open_connection(host, port, ssl=_trust(pem) if tls else None)
@@ -522,7 +541,7 @@ async def test_a_request_ends_with_its_caller_however_many_wait_behind_it(waitin
             pass
         left.set()
 
-    async with _serve(edge._config(GatewaySettings(insecure=True), wait)) as address, asyncio.timeout(PATIENCE):
+    async with _serve(_config(wait)) as address, asyncio.timeout(PATIENCE):
         _, writer = await asyncio.open_connection(*address)
         writer.write(_GET * (1 + waiting))
         await begun.wait()

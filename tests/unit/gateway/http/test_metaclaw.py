@@ -272,7 +272,7 @@ async def test_another_request_goes_on_after_a_command_whose_answer_was_lost(tra
 
 
 async def test_sessions_beyond_the_most_are_forgotten_unless_they_are_in_use(monkeypatch, trainer, step):
-    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
     one, two, three, *others = (new_run_id() for _ in range(6))
     for run_id in (one, two, three, one):
         await step(run_id)
@@ -282,7 +282,7 @@ async def test_sessions_beyond_the_most_are_forgotten_unless_they_are_in_use(mon
 
 
 async def test_sessions_that_were_never_attached_take_the_place_of_none(monkeypatch, trainer, step):
-    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
     trainer.lost_replies = 1
     with pytest.raises(errors.EngineUnavailable):
         await step(RUN)

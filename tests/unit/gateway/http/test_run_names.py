@@ -90,7 +90,7 @@ async def test_what_another_gateway_changed_is_found_soon(trainer, names, monkey
     newer = trainer.make("team", "policy")
     trainer.router.run_changes.clear()
     names._known["team"] = run_names_module.KnownRuns(**{**_fields(names._known["team"]), "changes": 0})
-    monkeypatch.setattr(run_names_module, "_OLD_SECONDS", 0.0)
+    monkeypatch.setattr(run_names_module, "OLD_SECONDS", 0.0)
     assert (await names.find("team", "policy")).run_id == newer
 
 
@@ -107,7 +107,7 @@ async def test_a_trainer_that_fails_while_it_counts_as_reachable_costs_no_known_
 
 
 async def test_so_many_tenants_are_known(trainer, names, monkeypatch):
-    monkeypatch.setattr(run_names_module, "_MOST_TENANTS", 2)
+    monkeypatch.setattr(run_names_module, "MOST_TENANTS", 2)
     for tenant in ("one", "two", "three"):
         trainer.make(tenant, "policy")
         await names.find(tenant, "policy")

@@ -39,7 +39,7 @@ def test_a_future_cannot_be_copied_or_pickled_and_says_so():
 
 
 async def test_a_closing_client_says_what_it_waits_for_also_while_answers_arrive(monkeypatch, caplog):
-    monkeypatch.setattr(futures, "_FIRST_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(futures, "FIRST_NOTICE_SECONDS", 0.1)
     unanswered, loop = UnansweredCommands(), asyncio.get_running_loop()
     answers = [Future() for _ in range(30)]
     for number, answer in enumerate(answers):

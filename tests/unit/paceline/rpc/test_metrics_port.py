@@ -12,7 +12,7 @@ from paceline.rpc import port_limits
 
 
 def test_silent_peers_are_few_and_cut_off(monkeypatch):
-    monkeypatch.setattr(port_limits, "_SCRAPE_SECONDS", 0.5)
+    monkeypatch.setattr(port_limits, "SCRAPE_SECONDS", 0.5)
     registry = CollectorRegistry()
     Gauge("answer", "A number", registry=registry).set(42)
     server = port_limits.serve_metrics("127.0.0.1:0", registry)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 
-from paceline.rpc.channel import _BULK_OPTIONS, _CHANNEL_OPTIONS
+from paceline.rpc.channel import BULK_OPTIONS, CHANNEL_OPTIONS
 from paceline.rpc.port_limits import service_options
 from paceline.settings import ServiceSettings
 
@@ -20,16 +20,16 @@ INTERVAL = "grpc.http2.min_ping_interval_without_data_ms"
 def test_grpc_knows_every_option_that_is_set():
     """gRPC ignores options that it does not know."""
     library = Path(cygrpc.__file__).read_bytes()
-    names = {name for name, _ in (*SERVER, *_CHANNEL_OPTIONS, *_BULK_OPTIONS)}
+    names = {name for name, _ in (*SERVER, *CHANNEL_OPTIONS, *BULK_OPTIONS)}
     assert {name for name in names if name.encode() + b"\0" not in library} == set()
 
 
 def test_clients_ping_less_often_than_servers_take():
-    assert dict(_CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] >= 2 * dict(SERVER)[INTERVAL]
+    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] >= 2 * dict(SERVER)[INTERVAL]
 
 
 def test_a_dead_gateway_is_noticed_within_20_seconds():
-    client = dict(_CHANNEL_OPTIONS)
+    client = dict(CHANNEL_OPTIONS)
     for timeout in ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"):
         assert client["grpc.keepalive_time_ms"] + client[timeout] <= 20_000
 
@@ -49,7 +49,7 @@ async def test_a_connection_that_is_silent_and_pinged_stays(calls):
     server = grpc.aio.server(handlers=[handler], options=tuple(options.items()))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    often = {**dict(_CHANNEL_OPTIONS), "grpc.keepalive_time_ms": 200}
+    often = {**dict(CHANNEL_OPTIONS), "grpc.keepalive_time_ms": 200}
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=tuple(often.items())) as channel:
         call = channel.unary_stream("/x.X/Y")(b"")
         await asked.wait()

@@ -37,7 +37,7 @@ def engine(make_engine):
 
 def passed(engine, data, loss="cross_entropy", config=None, **reduction):
     """Return the output of one pass and its gradient."""
-    engine._runs["run"].drop_gradient()
+    engine.runs["run"].drop_gradient()
     output = engine.forward_backward("run", data, ForwardBackwardSpec(loss, config or {}, **reduction))
     return output, gradients(engine)
 
@@ -84,7 +84,7 @@ def test_sequence_mean_weighs_every_datum_the_same_and_leaves_empty_ones_out(eng
 def test_parts_of_a_batch_add_up_to_its_mean(engine, reduction):
     data = make_data(LENGTHS)
     whole, gradient = passed(engine, data, "ppo", reduction=reduction)
-    engine._runs["run"].drop_gradient()
+    engine.runs["run"].drop_gradient()
     losses = 0.0
     for part in (data[:1], data[1:]):
         output = engine.forward_backward(

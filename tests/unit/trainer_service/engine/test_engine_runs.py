@@ -103,22 +103,22 @@ def test_runs_do_not_touch_each_other(make_engine):
 
 
 def test_training_moves_only_the_adapter(engine):
-    before = {name: p.clone() for name, p in engine._model.named_parameters() if "lora_" not in name}
+    before = {name: p.clone() for name, p in engine.model.named_parameters() if "lora_" not in name}
     warmed(engine)
-    after = {name: p for name, p in engine._model.named_parameters() if "lora_" not in name}
+    after = {name: p for name, p in engine.model.named_parameters() if "lora_" not in name}
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in after.items())
 
 
 def test_unembed_adapter_on_tied_embeddings_leaves_the_embedding_alone(make_engine):
     engine = make_engine("qwen2")
-    assert engine._model.config.tie_word_embeddings
+    assert engine.model.config.tie_word_embeddings
     engine.create_run("run", LoraConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=True))
-    embedding = engine._model.get_input_embeddings().weight.clone()
+    embedding = engine.model.get_input_embeddings().weight.clone()
     losses = []
     for _ in range(3):
         losses.append(train(engine).metrics["loss:sum"])
         engine.optim_step("run", ADAM)
-    assert torch.equal(engine._model.get_input_embeddings().weight, embedding)
+    assert torch.equal(engine.model.get_input_embeddings().weight, embedding)
     assert list(weights(engine)) == ["base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"]
     assert losses[-1] < losses[0]
 
@@ -162,7 +162,7 @@ def test_default_alpha_is_twice_the_rank_and_rslora_scales_by_the_root(make_engi
     }
     for i, (lora, scaling) in enumerate(scalings.items()):
         engine.create_run(f"run{i}", lora)
-        assert engine._model.model.layers[0].self_attn.q_proj.scaling[f"run{i}"] == scaling
+        assert engine.model.model.layers[0].self_attn.q_proj.scaling[f"run{i}"] == scaling
 
 
 def test_dropout_acts_in_training_only(make_engine):
@@ -186,7 +186,7 @@ def test_deleted_runs_are_gone_and_their_name_is_free(engine):
     engine.delete_run("run")
     with pytest.raises(RunNotFound):
         train(engine)
-    assert not [name for name, _ in engine._model.named_parameters() if "lora_" in name]
+    assert not [name for name, _ in engine.model.named_parameters() if "lora_" in name]
     engine.create_run("run", LoraConfig(rank=2))
     assert warmed(engine).optim_step  # It trains again.
     with pytest.raises(InvalidArgument):
@@ -197,7 +197,7 @@ def test_bfloat16_base_trains_float32_weights(make_engine):
     full, half = make_engine(), make_engine(dtype="bfloat16")
     for engine in (full, half):
         engine.create_run("run", LoraConfig(rank=4))
-    assert half._model.dtype == torch.bfloat16
+    assert half.model.dtype == torch.bfloat16
     assert half.describe().dtype == "bfloat16"
     for _ in range(3):
         outputs = [train(engine).metrics["loss:sum"] for engine in (full, half)]

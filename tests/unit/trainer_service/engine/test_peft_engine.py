@@ -91,7 +91,7 @@ def test_results_do_not_depend_on_packing(make_engine, loss):
 def test_masked_positions_have_no_logprob_no_loss_and_no_logits(engine):
     data = make_data()
     rows = []
-    head = output_head(engine._model).base_layer
+    head = output_head(engine.model).base_layer
     handle = head.register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
     output = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
     handle.remove()
@@ -236,7 +236,7 @@ def test_running_out_of_memory_leaves_no_partial_gradient(make_engine):
     engine = make_engine(pack_tokens=1)
     engine.create_run("run", LoraConfig(rank=4, dropout=0.3))
     train(engine)
-    before, rng_state = gradients(engine), engine._runs["run"].rng_state.clone()
+    before, rng_state = gradients(engine), engine.runs["run"].rng_state.clone()
     calls = []
 
     def exhaust(*_):
@@ -244,11 +244,11 @@ def test_running_out_of_memory_leaves_no_partial_gradient(make_engine):
         if len(calls) == 3:
             torch.empty(1 << 60)  # The allocator refuses.
 
-    handle = output_head(engine._model).base_layer.register_forward_hook(exhaust)
+    handle = output_head(engine.model).base_layer.register_forward_hook(exhaust)
     with pytest.raises(OutOfMemory):
         train(engine)
     handle.remove()
     torch.testing.assert_close(gradients(engine), before, rtol=0, atol=0)
-    assert torch.equal(engine._runs["run"].rng_state, rng_state)
+    assert torch.equal(engine.runs["run"].rng_state, rng_state)
     tokens = engine.optim_step("run", ADAM).tokens
     assert tokens == sum(int(datum.loss_inputs["mask"].sum()) for datum in make_data())

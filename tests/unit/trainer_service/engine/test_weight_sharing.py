@@ -100,7 +100,7 @@ def test_every_weight_lies_in_the_lender_s_memory_and_stays_as_it_is(lent, optio
     before = segment.read_bytes()
     engine = PeftEngine(options)
     engine.create_run("run", LoraConfig(rank=4))
-    frozen = [weight for name, weight in engine._model.named_parameters() if "lora_" not in name]
+    frozen = [weight for name, weight in engine.model.named_parameters() if "lora_" not in name]
     assert {weight.untyped_storage().nbytes() for weight in frozen} == {len(before)}
     assert len({weight.untyped_storage().data_ptr() for weight in frozen}) == 1
     warmed(engine)
@@ -161,7 +161,7 @@ def test_weights_that_change_are_not_computed_with(lent, options, tmp_path):
     replace(lent, writable=True).write(tmp_path / "base")
     segment, before = tmp_path / "base" / lent.storages[0].file, PeftEngine(options)
     segment.write_bytes(bytes(lent.storages[0].size))
-    assert all(weight.any() for name, weight in before._model.named_parameters() if "lora_" not in name)
+    assert all(weight.any() for name, weight in before.model.named_parameters() if "lora_" not in name)
 
 
 def test_another_model_s_weights_are_refused(lent, options):

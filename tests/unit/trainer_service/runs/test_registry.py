@@ -318,7 +318,7 @@ def test_a_checkpoint_may_have_the_name_of_what_is_set_aside(volume):
 
 
 def test_a_tenant_that_deletes_many_runs_has_no_request_of_another_forgotten(volume, monkeypatch):
-    monkeypatch.setattr("trainer_service.runs.deletion._KEPT_REQUESTS", 3)
+    monkeypatch.setattr("trainer_service.runs.deletion.KEPT_REQUESTS", 3)
     volume.root.mkdir()
     deleted = DeletedRuns(volume.root)
     deleted.add("calm", "r0", "d0", "run of calm")

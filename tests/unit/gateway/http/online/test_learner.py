@@ -28,7 +28,7 @@ class Services:
 
 
 async def answer_to(monkeypatch, *answers):
-    monkeypatch.setattr(learner_module, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(learner_module, "FIRST_PAUSE", 0.0)
     learner = Learner(Services(*answers), None, SimpleNamespace(tenant="team"), 1 << 20)
     return await learner._until_answered(STEP)
 

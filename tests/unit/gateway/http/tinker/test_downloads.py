@@ -98,7 +98,7 @@ def test_a_url_is_of_one_boot_of_the_machine(downloads, keys, ring, machine):
 
 
 async def test_a_tenant_has_so_many_downloads_and_others_have_their_own(downloads, keys, ring, monkeypatch):
-    monkeypatch.setattr("gateway.http.tinker.downloads._MOST", 2)
+    monkeypatch.setattr("gateway.http.tinker.downloads.MOST_DOWNLOADS", 2)
 
     async def files(tenant, path):
         raise errors.CheckpointNotFound("no such checkpoint")

@@ -111,8 +111,8 @@ async def post_with_large_result(futures):
 
 
 async def test_a_result_that_cannot_be_stored_is_kept_and_stored_once_the_disk_has_room(store, futures, monkeypatch):
-    monkeypatch.setattr(futures_module, "_KEPT_IN_MEMORY_SECONDS", 0.0)
-    monkeypatch.setattr(futures_module, "_MAX_DELAY", 0.01)
+    monkeypatch.setattr(futures_module, "KEPT_IN_MEMORY_SECONDS", 0.0)
+    monkeypatch.setattr(futures_module, "MAX_DELAY", 0.01)
     await limit_pages(store, 100)
     request_id = await post_with_large_result(futures)
     with suppress(StateUnusable):
@@ -135,7 +135,7 @@ async def test_a_full_disk_does_not_keep_the_gateway_from_ending(store, futures)
 
 
 async def test_work_that_ended_before_it_could_not_be_stored_takes_away_none_that_is_posted_again(store, monkeypatch):
-    monkeypatch.setattr(futures_module, "_KEPT_IN_MEMORY_SECONDS", 0.2)
+    monkeypatch.setattr(futures_module, "KEPT_IN_MEMORY_SECONDS", 0.2)
     futures, disk_is_full, goes_on = Futures(store, WaitingBytes()), asyncio.Event(), asyncio.Event()
     goes_on.set()
 

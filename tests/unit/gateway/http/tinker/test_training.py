@@ -143,7 +143,7 @@ class Ordered:
 @pytest.fixture
 async def ordered(futures, monkeypatch):
     """A model whose command 1 is the run's command 2, and its trainer; a missing command is not waited for."""
-    monkeypatch.setattr(futures_module, "_GAP_SECONDS", 0.0)
+    monkeypatch.setattr(futures_module, "GAP_SECONDS", 0.0)
     store, trainer = futures._store, Ordered()
     training = Training(
         trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20

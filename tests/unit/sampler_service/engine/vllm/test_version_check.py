@@ -21,7 +21,7 @@ from sampler_service import __main__ as service
 from sampler_service.engine.factory import create_engine
 from sampler_service.engine.options import EngineOptions
 from sampler_service.engine.protocol import EngineUnfit
-from sampler_service.engine.vllm.engine import _prepare_environment, engine_args
+from sampler_service.engine.vllm.engine import engine_args, prepare_environment
 from sampler_service.engine.vllm.version_check import check_text, check_vllm
 from sampler_service.settings import SamplerSettings
 
@@ -94,7 +94,7 @@ def test_the_model_runner_is_the_one_that_was_tested_unless_another_is_asked_for
     if given is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given)
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    _prepare_environment()
+    prepare_environment()
     options = replace(OPTIONS, model_path=make_tiny_llama(tmp_path / "tiny"))
     assert engine_args(options).create_engine_config().use_v2_model_runner is second
 

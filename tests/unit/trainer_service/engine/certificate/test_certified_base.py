@@ -160,7 +160,7 @@ def test_every_served_model_trains_as_stock_transformers_does_beside_another_run
     for run_id, own in {"other": make_data((70, 3), seed=1), "run": data}.items():
         engine.begin(run_id, own, ForwardBackwardSpec("cross_entropy"))
     done = []
-    while engine._jobs:
+    while engine.is_busy:
         done += engine.advance(lambda _: None)
     (output,) = (job.output() for job in done if job.run_id == "run")
     loss, expected = stock_gradients(odd_models[name], info.modules, weights(engine), data)
@@ -273,12 +273,12 @@ def test_fused_layers_that_are_broken_are_not_used(make_engine, monkeypatch):
     monkeypatch.setattr(fused_layers, "packed_attention", lambda *a, **o: (right(*a, **o)[0] * 1.01, None))
     engine = make_engine("llama")
     assert engine.describe().certificate.packing is PackingMode.PACKED
-    assert not any("Fused" in type(module).__name__ for module in engine._model.modules())
+    assert not any("Fused" in type(module).__name__ for module in engine.model.modules())
 
 
 def test_a_model_that_no_way_computes_rightly_is_not_served(make_engine, monkeypatch):
-    right = stock._logprobs
-    monkeypatch.setattr(stock, "_logprobs", lambda *arguments: right(*arguments) * 1.01)
+    right = stock.stock_logprobs
+    monkeypatch.setattr(stock, "stock_logprobs", lambda *arguments: right(*arguments) * 1.01)
     with pytest.raises(Unsupported, match=r"tiny cannot be served: lm_head \(\w+\) does not compute the final logits"):
         make_engine("llama")
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import FileStore
 
 from paceline.errors import Internal, InvalidArgument
 from trainer_service.engine.distributed.ranks import OutOfStepError, Ranks
-from trainer_service.engine.distributed.sharding import _Gathers
+from trainer_service.engine.distributed.sharding import Gathers
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def refuse(*_arguments, **_options):
 
 
 def test_a_gather_that_there_is_no_memory_for_is_not_begun_and_is_made_up_for(group):
-    gathers = _Gathers()
+    gathers = Gathers()
     part, whole = torch.zeros(12 << 20), torch.empty(12 << 20)  # too large for memory that malloc already holds
     gathers.begin(with_gradient=True)  # the first pass of its kind is recorded
     gathers(whole, part, group)
@@ -45,7 +45,7 @@ def test_a_gather_that_there_is_no_memory_for_is_not_begun_and_is_made_up_for(gr
 
 
 def test_a_gather_that_was_begun_and_failed_ends_the_rank(group, monkeypatch):
-    gathers = _Gathers()
+    gathers = Gathers()
     gathers.begin(with_gradient=True)
     monkeypatch.setattr(dist, "all_gather_single", refuse)
     with pytest.raises(OutOfStepError):
@@ -64,7 +64,7 @@ def test_a_failure_is_raised_once_the_rank_caught_up(ranks):
 
 
 def test_a_rank_that_cannot_catch_up_ends(ranks, monkeypatch):
-    gathers = _Gathers()
+    gathers = Gathers()
     gathers.begin(with_gradient=True)
     gathers(torch.empty(3), torch.zeros(3), dist.group.WORLD)
     gathers.begin(with_gradient=True)

@@ -62,7 +62,7 @@ def advance_all(engine, passes=None):
     """Advance until nothing is left; record the runs of each pass."""
     done = []
     seen = [] if passes is None else passes
-    while engine._jobs:
+    while engine.is_busy:
         done += engine.advance(seen.append)
     return done
 
@@ -151,7 +151,7 @@ def test_forward_only_jobs_and_others_pass_apart_and_get_what_they_get_alone(mak
     }
     advance_all(engine, passes)
     assert sorted(sorted(names) for names in passes) == [["dropped", "plain"], ["wide"]]
-    assert [engine._runs[name].has_gradient for name in options] == [False, True, False]
+    assert [engine.runs[name].has_gradient for name in options] == [False, True, False]
     for name, forward_only in options.items():
         alone = make_engine([name])
         expected = alone.forward_backward(
@@ -181,14 +181,14 @@ def test_several_targets_per_position_share_a_pass_with_one(make_engine):
 
 def fail_on(engine, name, calls):
     """Make the engine run out of memory whenever a run takes part in a pass; record the runs of each pass."""
-    layer = next(module for module in engine._model.modules() if isinstance(module, AdaptedLinear))
+    layer = next(module for module in engine.model.modules() if isinstance(module, AdaptedLinear))
 
     def exhaust(*_):
         calls.append([span.run_id for span in layer.routing.spans])
         if name in calls[-1]:
             torch.empty(1 << 60)  # The allocator refuses.
 
-    backbone(engine._model).register_forward_hook(exhaust)
+    backbone(engine.model).register_forward_hook(exhaust)
 
 
 def test_a_run_that_fails_fails_by_itself_and_its_neighbours_are_unharmed(make_engine):
@@ -197,7 +197,7 @@ def test_a_run_that_fails_fails_by_itself_and_its_neighbours_are_unharmed(make_e
     for name in names:
         begin(engine, name, 0)
     advance_all(engine)
-    before = gradients(engine, "dropped"), engine._runs["dropped"].rng_state.clone()
+    before = gradients(engine, "dropped"), engine.runs["dropped"].rng_state.clone()
     calls = []
     fail_on(engine, "dropped", calls)
     jobs = {name: begin(engine, name, 1) for name in names}
@@ -209,7 +209,7 @@ def test_a_run_that_fails_fails_by_itself_and_its_neighbours_are_unharmed(make_e
     with pytest.raises(OutOfMemory):
         jobs["dropped"].output()
     torch.testing.assert_close(gradients(engine, "dropped"), before[0], rtol=0, atol=0)
-    assert torch.equal(engine._runs["dropped"].rng_state, before[1])
+    assert torch.equal(engine.runs["dropped"].rng_state, before[1])
     for name in ("plain", "head"):
         alone = make_engine([name])
         for step in range(2):
@@ -233,7 +233,7 @@ def test_a_gradient_that_is_not_finite_stays_in_its_own_run(make_engine):
 
 def test_weights_that_are_not_finite_stay_in_their_own_run(make_engine):
     engine, alone = make_engine(["plain", "wide"]), make_engine(["wide"])
-    for parameter in engine._runs["plain"].parameters.values():
+    for parameter in engine.runs["plain"].parameters.values():
         parameter.data.fill_(torch.inf)
     begin(engine, "plain", 0)
     for each in (engine, alone):
@@ -280,7 +280,7 @@ def test_dropout_differs_from_call_to_call(make_engine):
         begin(engine, "dropped", 0)
         advance_all(engine)
         seen.append([gradient.norm().item() for gradient in gradients(engine, "dropped").values()])
-        engine._runs["dropped"].drop_gradient()
+        engine.runs["dropped"].drop_gradient()
     assert seen[0] != seen[1]
 
 

@@ -27,7 +27,7 @@ def make_engine(request, model):
         """Make an engine with a run whose passes run out of memory above `fitting` tokens."""
         engine = PeftEngine(EngineOptions(model, "tiny", pack_tokens=100))
         engine.create_run("run", RUNS[request.param])
-        own = getattr(engine._runs["run"], "model", engine._model)
+        own = getattr(engine.runs["run"], "model", engine.model)
         if fitting:
 
             def exhaust(_module, args, _output):
@@ -57,14 +57,14 @@ def test_a_pass_that_does_not_fit_is_done_in_smaller_ones(make_engine):
 def test_a_sequence_that_does_not_fit_is_refused_with_what_would(make_engine):
     engine = make_engine(fitting=30)
     train(engine)
-    before, rng_state = gradients(engine), engine._runs["run"].rng_state.clone()
+    before, rng_state = gradients(engine), engine.runs["run"].rng_state.clone()
     with pytest.raises(OutOfMemory) as caught:
         train(engine, data=make_data((5, 80, 9)))
     assert caught.value.metadata == {"tokens": "80", "fitting_tokens": "20"}
     assert caught.value.field == "data[1]"
     assert "first 20 would fit" in caught.value.message
     torch.testing.assert_close(gradients(engine), before, rtol=0, atol=0)
-    assert torch.equal(engine._runs["run"].rng_state, rng_state)
+    assert torch.equal(engine.runs["run"].rng_state, rng_state)
     train(engine, data=make_data((5, 20, 9)))
     assert engine.optim_step("run", ADAM).step == 1
 
@@ -86,7 +86,7 @@ def test_a_run_that_does_not_fit_harms_no_other(model):
         if args[0].shape[-1] > 30:
             torch.empty(1 << 60)
 
-    engine._model.get_input_embeddings().register_forward_hook(exhaust)
+    engine.model.get_input_embeddings().register_forward_hook(exhaust)
     spec = ForwardBackwardSpec("cross_entropy")
     jobs = [engine.begin("large", make_data((40,)), spec), engine.begin("small", make_data((9,)), spec)]
     while any(job.waiting for job in jobs):
@@ -117,13 +117,13 @@ def test_what_is_not_finite_is_counted_and_the_step_refused(make_engine):
 def test_a_call_that_asks_for_it_is_refused_before_it_has_added_anything(make_engine):
     engine = warmed(make_engine())
     train(engine)
-    before, rng_state = gradients(engine), engine._runs["run"].rng_state.clone()
+    before, rng_state = gradients(engine), engine.runs["run"].rng_state.clone()
     with pytest.raises(NonFiniteLoss) as caught:
         engine.forward_backward("run", with_nan(), ForwardBackwardSpec("cross_entropy", refuse_non_finite=True))
     assert caught.value.metadata["positions"] == "2"
     assert int(caught.value.metadata["gradient_elements"]) > 0
     torch.testing.assert_close(gradients(engine), before, rtol=0, atol=0)
-    assert torch.equal(engine._runs["run"].rng_state, rng_state)
+    assert torch.equal(engine.runs["run"].rng_state, rng_state)
     assert engine.optim_step("run", ADAM).step == 2
     train_output = engine.forward_backward(
         "run", make_data(), ForwardBackwardSpec("cross_entropy", refuse_non_finite=True)

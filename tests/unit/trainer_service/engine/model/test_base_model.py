@@ -53,7 +53,7 @@ def test_layers_computed_again_keep_less(tmp_path):
     directory, kept = make_tiny_llama(tmp_path / "model"), []
     for recompute in (False, True):
         engine = make_engine(directory, activation_checkpointing=recompute)
-        counter = Kept(engine._model)
+        counter = Kept(engine.model)
         with torch.autograd.graph.saved_tensors_hooks(counter, lambda tensor: tensor):
             train(engine, data=make_data((400,)))
         kept.append(counter.bytes)
@@ -63,7 +63,7 @@ def test_layers_computed_again_keep_less(tmp_path):
 def test_layers_are_computed_once_where_there_is_no_backward_pass(tmp_path):
     engine = make_engine(make_tiny_llama(tmp_path / "model"), activation_checkpointing=True)
     calls = []
-    engine._model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    engine.model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     engine.forward_backward("run", make_data(), ForwardBackwardSpec("cross_entropy", forward_only=True))
     assert len(calls) == 1
     train(engine)

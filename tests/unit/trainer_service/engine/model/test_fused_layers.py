@@ -50,7 +50,7 @@ def test_bfloat16_gradients_point_where_float32_ones_do(tmp_path, model, loss):
         engine = PeftEngine(EngineOptions(str(directory), "tiny", dtype=dtype, logprob_chunk=8))
         engine.create_run("run", LoraConfig(rank=4))
         warmed(engine)
-        for name, parameter in engine._runs["run"].parameters.items():
+        for name, parameter in engine.runs["run"].parameters.items():
             start = torch.Generator().manual_seed(len(name))
             parameter.data.copy_(torch.randn(parameter.shape, generator=start) * 0.05)
         data = make_data((200, 90, 150, 17, 120))
@@ -118,9 +118,7 @@ def test_a_frozen_head_works_once_for_forward_and_backward(tmp_path):
     engine = PeftEngine(EngineOptions(str(make_tiny_llama(tmp_path)), "tiny", logprob_chunk=4))
     engine.create_run("run", LoraConfig(rank=4))
     rows = []
-    output_head(engine._model).base_layer.register_forward_hook(
-        lambda _module, args, _output: rows.append(len(args[0]))
-    )
+    output_head(engine.model).base_layer.register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
     output = train(engine)
     assert sum(rows) == output.metrics["tokens:sum"]
 
@@ -135,11 +133,11 @@ def work_cases(rows, dtype):
     x, other, dout, weight = draw(rows, 48), draw(rows, 48), draw(rows, 48), draw(48)
     inverse, cosines = torch.rand(rows, 1, generator=generator), draw(rows, 8)
     heads = draw(rows, 3, 16).transpose(0, 1)
-    yield fused_layers._normalise, (x, torch.zeros_like(x), torch.zeros(rows, 1), weight), {"eps": 1e-5}
-    yield fused_layers._normalise_backward, (x, dout, torch.zeros_like(x), inverse, weight), {}
-    yield fused_layers._swiglu, (x, other, torch.zeros_like(x)), {}
-    yield fused_layers._swiglu_backward, (x, other, dout, torch.zeros_like(x), torch.zeros_like(x)), {}
-    yield fused_layers._rotate, (heads, torch.zeros(3, rows, 16, dtype=dtype), cosines, cosines.flip(1)), {}
+    yield fused_layers.normalise, (x, torch.zeros_like(x), torch.zeros(rows, 1), weight), {"eps": 1e-5}
+    yield fused_layers.normalise_backward, (x, dout, torch.zeros_like(x), inverse, weight), {}
+    yield fused_layers.swiglu, (x, other, torch.zeros_like(x)), {}
+    yield fused_layers.swiglu_backward, (x, other, dout, torch.zeros_like(x), torch.zeros_like(x)), {}
+    yield fused_layers.rotate, (heads, torch.zeros(3, rows, 16, dtype=dtype), cosines, cosines.flip(1)), {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

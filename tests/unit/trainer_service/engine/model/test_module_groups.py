@@ -103,13 +103,13 @@ def test_a_step_changes_what_was_asked_for_and_peft_loads_it(directories, kind, 
     info = engine.create_run("run", LoraConfig(rank=2, train_mlp=kind in MLP))
     assert sorted(info.modules) == sorted(expected)
 
-    before, frozen = weights(engine), {id(p): p.clone() for p in engine._model.parameters() if not p.requires_grad}
+    before, frozen = weights(engine), {id(p): p.clone() for p in engine.model.parameters() if not p.requires_grad}
     data = make_data((12,), masked=False)
     for _ in range(2):  # the first changes only B
         train(engine, data=data)
         engine.optim_step("run", ADAM)
     assert not [name for name, weight in weights(engine).items() if torch.equal(weight, before[name])]
-    assert all(torch.equal(p, frozen[id(p)]) for p in engine._model.parameters() if not p.requires_grad)
+    assert all(torch.equal(p, frozen[id(p)]) for p in engine.model.parameters() if not p.requires_grad)
 
     engine.save_adapter("run", tmp_path)
     output = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))

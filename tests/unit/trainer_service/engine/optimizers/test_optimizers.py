@@ -116,7 +116,7 @@ def apollo_reference(optimizer, params, rank, channels):
             matrix, high = gradient.dim() == 2, gradient.shape[0] >= gradient.shape[-1]
             if matrix:
                 g = gradient if high else gradient.T
-                p = optimizer._projection(name, g.shape[1], params.seed, (step - 1) // params.update_interval).double()
+                p = optimizer.projection(name, g.shape[1], params.seed, (step - 1) // params.update_interval).double()
                 assert p.shape == (g.shape[1], rank)
             r = g @ p if matrix else gradient
             first[name] = params.beta1 * first.get(name, 0) + (1 - params.beta1) * r
@@ -167,9 +167,9 @@ def test_apollos_rank_is_at_most_the_smaller_side():
 def test_apollos_projections_are_normal_and_come_from_seed_weight_and_draw():
     weights = {name: nn.Parameter(torch.zeros(500, 400)) for name in ("one", "other")}
     apollo = Apollo(weights, ApolloParams(rank=100))
-    drawn = apollo._projection("one", 400, 7, 0)
-    assert torch.equal(drawn, Apollo(weights, ApolloParams(rank=100))._projection("one", 400, 7, 0))
-    others = [apollo._projection(*case) for case in (("other", 400, 7, 0), ("one", 400, 8, 0), ("one", 400, 7, 1))]
+    drawn = apollo.projection("one", 400, 7, 0)
+    assert torch.equal(drawn, Apollo(weights, ApolloParams(rank=100)).projection("one", 400, 7, 0))
+    others = [apollo.projection(*case) for case in (("other", 400, 7, 0), ("one", 400, 8, 0), ("one", 400, 7, 1))]
     assert all((drawn * other).mean().abs() < 1e-3 / 4 for other in others)
     assert drawn.mean().item() == pytest.approx(0, abs=2e-3)
     assert drawn.var().item() == pytest.approx(1 / 100, rel=0.03)
@@ -181,8 +181,8 @@ def test_apollo_draws_anew_every_update_interval_steps():
     weights = make_weights()
     optimizer = make_optimizer(weights, params)
     draws = []
-    project = optimizer._projection
-    optimizer._projection = lambda *case: draws.append(case[-1]) or project(*case)
+    project = optimizer.projection
+    optimizer.projection = lambda *case: draws.append(case[-1]) or project(*case)
     for step in range(1, 8):
         step_with(optimizer, weights, params, step)
     assert draws == [0] * 6 + [1] * 6 + [2] * 2
@@ -199,7 +199,7 @@ def test_adamw_8bit_steps_as_adamw_and_rounds_each_moment_to_the_nearest_value_o
     """AdamW's equations in float64 between one rounding and the next (arXiv 2110.02861)."""
     params, weights = PARAMS["adamw_8bit"], make_weights()
     optimizer = make_optimizer(weights, params)
-    maps = {kind: kept.values for kind, kept in optimizer._maps.items()}
+    maps = {kind: kept.values for kind, kept in optimizer.maps.items()}
     for step in range(1, STEPS + 1):
         before = {name: weight.detach().double() for name, weight in weights.items()}
         moments = {kind: {name: dequantised(optimizer, kind, name, maps[kind])[0] for name in before} for kind in maps}

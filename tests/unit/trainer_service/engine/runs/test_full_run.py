@@ -117,7 +117,7 @@ def test_all_parameters_are_counted_tied_ones_once_and_stay_tied(make_engine, mo
     stock = AutoModelForCausalLM.from_pretrained(models["qwen2", True])
     before = weights(engine)
     steps(engine, ADAM, range(2))
-    model = engine._runs["run"].model
+    model = engine.runs["run"].model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert sum(weight.numel() for weight in before.values()) == stock.num_parameters()
     assert not [name for name, weight in weights(engine).items() if torch.equal(weight, before[name])]
@@ -170,7 +170,7 @@ def test_every_optimizer_learns(make_engine, name, kept):
 
 def test_masters_step_as_float32_weights_do_and_are_computed_with_rounded(make_engine):
     engine = make_engine("masters")
-    run = engine._runs["run"]
+    run = engine.runs["run"]
     own = {name: torch.nn.Parameter(weight.detach().clone()) for name, weight in run.weights.items()}
     optimizer = AdamW(own, ADAM)
     for step in (1, 2):
@@ -301,7 +301,7 @@ def test_a_sampler_checkpoint_is_a_model_that_transformers_loads_as_it_is(make_e
     dtype = getattr(torch, KEPT[kept][0])
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert (stock.dtype, stock.config.tie_word_embeddings) == (dtype, tied)
-    computed = {name: parameter.detach() for name, parameter in engine._runs["run"].parameters.items()}
+    computed = {name: parameter.detach() for name, parameter in engine.runs["run"].parameters.items()}
     torch.testing.assert_close(dict(stock.named_parameters()), computed, rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
     again = make_engine(kept, model=(model, tied))
@@ -357,7 +357,7 @@ def test_a_gradient_that_is_a_view_steps_the_weights_that_it_belongs_to(tmp_path
     engine.forward_backward("run", [token], ForwardBackwardSpec("cross_entropy"))
     expected = gradients(engine)
     engine.optim_step("run", AdamParams())
-    moments = engine._runs["run"].optimizer.tensors
+    moments = engine.runs["run"].optimizer.tensors
     for name, gradient in expected.items():
         torch.testing.assert_close(moments[f"exp_avg.{name}"], 0.1 * gradient)
 
@@ -365,7 +365,7 @@ def test_a_gradient_that_is_a_view_steps_the_weights_that_it_belongs_to(tmp_path
 @pytest.mark.parametrize("kept", ["masters", "rounded"])
 def test_weights_that_the_base_keeps_in_float32_are_computed_stepped_and_written_in_float32(tmp_path, kept):
     engine = architecture_engine("ernie4_5_moe", tmp_path / "model", kept)
-    run, base = engine._runs["run"], {name: weight.dtype for name, weight in engine._model.named_parameters()}
+    run, base = engine.runs["run"], {name: weight.dtype for name, weight in engine.model.named_parameters()}
     assert {name: weight.dtype for name, weight in run.parameters.items()} == {
         name.replace(".base_layer.", "."): dtype for name, dtype in base.items()
     }

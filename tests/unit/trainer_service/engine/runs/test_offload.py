@@ -75,14 +75,14 @@ def test_full_parameter_runs_are_paged_too(make_engine, tmp_path, dtype, storage
     paged = make_engine(int(1.2 * 18 * count), dtype=dtype)
     for engine in (paged, whole):
         for name in ("run", "other"):
-            if name not in engine._runs:
+            if name not in engine.runs:
                 engine.create_run(name, parameters)
         for turn in range(2):
             for name in ("run", "other"):
                 train(engine, name, data=make_data(seed=turn))
                 engine.optim_step(name, ADAM)
-    assert sum(run.held_bytes > 1000 for run in paged._runs.values()) == 1
-    assert sum(run.held_bytes > 1000 for run in whole._runs.values()) == 2
+    assert sum(run.held_bytes > 1000 for run in paged.runs.values()) == 1
+    assert sum(run.held_bytes > 1000 for run in whole.runs.values()) == 2
     for name in ("run", "other"):
         assert saved(paged, tmp_path / f"paged-{name}", name) == saved(whole, tmp_path / f"whole-{name}", name)
 
@@ -93,9 +93,9 @@ def test_the_run_used_longest_ago_goes_first(make_engine, adapter_bytes):
         engine.create_run(name, LORA)
     train(engine, "a")
     engine.create_run("c", LORA)
-    assert [name for name, run in engine._runs.items() if run.held_bytes > 1000] == ["a", "c"]
+    assert [name for name, run in engine.runs.items() if run.held_bytes > 1000] == ["a", "c"]
     train(engine, "b")
-    assert [name for name, run in engine._runs.items() if run.held_bytes > 1000] == ["b", "c"]
+    assert [name for name, run in engine.runs.items() if run.held_bytes > 1000] == ["b", "c"]
 
 
 def test_every_command_finds_a_run_that_is_paged_out(make_engine, adapter_bytes, tmp_path):
@@ -107,7 +107,7 @@ def test_every_command_finds_a_run_that_is_paged_out(make_engine, adapter_bytes,
     def page_out():
         engine.create_run("other", LORA)
         engine.delete_run("other")
-        assert engine._runs["run"].held_bytes < 1000
+        assert engine.runs["run"].held_bytes < 1000
 
     page_out()
     assert saved(engine, tmp_path / "after") == before
@@ -132,7 +132,7 @@ def test_a_small_optimizer_leaves_room_for_more_runs(make_engine, adapter_bytes)
         engine.create_run(f"run{number}", LORA)
         train(engine, f"run{number}")
         engine.optim_step(f"run{number}", AdafactorParams())
-    assert all(run.held_bytes > 1000 for run in engine._runs.values())
+    assert all(run.held_bytes > 1000 for run in engine.runs.values())
 
 
 def test_a_run_that_never_fits_is_refused_and_pages_nothing_out(make_engine, adapter_bytes):
@@ -142,8 +142,8 @@ def test_a_run_that_never_fits_is_refused_and_pages_nothing_out(make_engine, ada
         with pytest.raises(OutOfMemory) as caught:
             engine.create_run("large", parameters)
         assert int(caught.value.metadata["bytes"]) > int(caught.value.metadata["limit_bytes"]) == 2 * adapter_bytes
-    assert engine._runs.keys() == {"run"}
-    assert engine._runs["run"].held_bytes > 1000
+    assert engine.runs.keys() == {"run"}
+    assert engine.runs["run"].held_bytes > 1000
 
 
 def test_a_full_scratch_directory_refuses_the_command_and_harms_no_run(

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 import vllm
 
-from sampler_service.engine.vllm.worker.internals import _ALWAYS, _DIRECT, _RUNNING, _SCORING, VllmInternals
+from sampler_service.engine.vllm.worker.internals import (
+    ALWAYS_USED,
+    PROMPT_SCORING,
+    RUNNING_ADAPTERS,
+    USED_BY_DIRECT_WRITES,
+    VllmInternals,
+)
 
 
 def runner(*paths: str) -> SimpleNamespace:
@@ -21,24 +27,26 @@ def runner(*paths: str) -> SimpleNamespace:
     return made
 
 
-@pytest.mark.parametrize(("running", "scoring"), list(zip(_RUNNING, _SCORING, strict=True)))
+@pytest.mark.parametrize(("running", "scoring"), list(zip(RUNNING_ADAPTERS, PROMPT_SCORING, strict=True)))
 def test_either_of_the_model_runners_is_known(running, scoring):
-    VllmInternals(runner(*_ALWAYS, *_DIRECT, running, scoring), direct=True)
+    VllmInternals(runner(*ALWAYS_USED, *USED_BY_DIRECT_WRITES, running, scoring), direct=True)
 
 
-@pytest.mark.parametrize("gone", _DIRECT)
+@pytest.mark.parametrize("gone", USED_BY_DIRECT_WRITES)
 def test_what_slots_need_is_missed_by_name_and_only_by_them(gone):
-    without = runner(*_ALWAYS, *(path for path in _DIRECT if path != gone), _RUNNING[0], _SCORING[0])
+    without = runner(
+        *ALWAYS_USED, *(path for path in USED_BY_DIRECT_WRITES if path != gone), RUNNING_ADAPTERS[0], PROMPT_SCORING[0]
+    )
     VllmInternals(without, direct=False)
     with pytest.raises(RuntimeError, match=rf"{vllm.__version__}.*no {gone}; install"):
         VllmInternals(without, direct=True)
 
 
 def test_a_model_runner_that_does_not_say_which_adapters_run_is_refused():
-    with pytest.raises(RuntimeError, match=" or ".join(_RUNNING)):
-        VllmInternals(runner(*_ALWAYS, *_DIRECT, _SCORING[0]), direct=True)
-    with pytest.raises(RuntimeError, match=" or ".join(_SCORING)):
-        VllmInternals(runner(*_ALWAYS, *_DIRECT, _RUNNING[0]), direct=False)
+    with pytest.raises(RuntimeError, match=" or ".join(RUNNING_ADAPTERS)):
+        VllmInternals(runner(*ALWAYS_USED, *USED_BY_DIRECT_WRITES, PROMPT_SCORING[0]), direct=True)
+    with pytest.raises(RuntimeError, match=" or ".join(PROMPT_SCORING)):
+        VllmInternals(runner(*ALWAYS_USED, *USED_BY_DIRECT_WRITES, RUNNING_ADAPTERS[0]), direct=False)
 
 
 def test_what_loading_by_vllm_needs_is_missed_too():
