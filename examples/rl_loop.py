@@ -213,8 +213,8 @@ def show(console: Console, reports: list[StepReport], before: float, after: floa
     console.print(f"mean reward: first quarter {first:.3f}, last quarter {last:.3f} ([bold]{last - first:+.3f}[/bold])")
     console.print(f"on countries never trained on: before {before:.3f}, after {after:.3f}")
     console.print(f"publish: p50 {publish[0]:.1f} ms, p99 {publish[1]:.1f} ms")
-    facts = {"first_quarter": first, "last_quarter": last, "held_out": [before, after]}
-    write(out / "rewards.json", {**facts, "steps": [asdict(report) for report in reports]})
+    rates = {"first_quarter": first, "last_quarter": last, "held_out": [before, after]}
+    write(out / "rewards.json", {**rates, "steps": [asdict(report) for report in reports]})
     console.print(f"reward curve: {draw_curve(reports, out / 'reward.png')}")
 
 

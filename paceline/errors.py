@@ -13,7 +13,7 @@
     └── Internal             an unexpected failure
 
 Every leaf has a `reason`, listed in `paceline.types.v1.ErrorReason` and explained in docs/errors.md. An error may carry
-`field` (the field, argument or variable at fault), `metadata` (the message's facts, for programs) and `retry_after`
+`field` (the field, argument or variable at fault), `metadata` (the message's values, for programs) and `retry_after`
 (seconds).
 """
 

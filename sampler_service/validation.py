@@ -269,8 +269,8 @@ def _check_ids(tokens: Sequence[int], field: str, model: ModelInfo) -> None:
     for index, token in enumerate(tokens):
         if not 0 <= token < model.vocab_size:
             last = model.vocab_size - 1
-            message, facts = f"is {token}; ids are from 0 to {last}", _facts(token, 0, last)
-            raise errors.TokenOutOfRange(message, field=f"{field}[{index}]", metadata=facts)
+            message, metadata = f"is {token}; ids are from 0 to {last}", _metadata(token, 0, last)
+            raise errors.TokenOutOfRange(message, field=f"{field}[{index}]", metadata=metadata)
 
 
 def _check_range(value: float, field: str, low: float, high: float, *, low_open: bool = False) -> None:
@@ -282,8 +282,8 @@ def _check_range(value: float, field: str, low: float, high: float, *, low_open:
 
 
 def _out_of_range(value: float, what: str, field: str, low: float, high: float) -> errors.OutOfRange:
-    return errors.OutOfRange(f"is {value}; {what}", field=field, metadata=_facts(value, low, high))
+    return errors.OutOfRange(f"is {value}; {what}", field=field, metadata=_metadata(value, low, high))
 
 
-def _facts(value: float, low: float, high: float) -> dict[str, str]:
+def _metadata(value: float, low: float, high: float) -> dict[str, str]:
     return {"value": str(value), "minimum": str(low), "maximum": str(high)}

@@ -31,7 +31,7 @@ from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.command_inputs import InputLimits, Load, Pass, Publish, Save, Step, input_of
 from trainer_service.engine_link.client import EngineProcess
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.format import AnswerRecord, Facts
+from trainer_service.journal.format import AnswerRecord, Counters
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.limits.gates import Foreground
 from trainer_service.publish.publisher import Publisher
@@ -308,7 +308,7 @@ class RunExecutor:
         failpoints: Failpoints,
         foreground: Foreground,
     ) -> None:
-        self.facts = run.facts
+        self.counters = run.counters
         self._foreground = foreground
         self._run = run
         self._executor = executor
@@ -372,13 +372,13 @@ class RunExecutor:
         """
         sequencer, snapshots = self._run.sequencer, self._run.snapshots
         self._commands, self._seconds, self._bytes = 0, 0.0, sequencer.journal.appended_bytes
-        place = self._run.facts()
+        place = self._run.counters()
 
-        async def write(directory: Path) -> tuple[Facts, list[AnswerRecord]]:
+        async def write(directory: Path) -> tuple[Counters, list[AnswerRecord]]:
             await self._engine.save_state(self._run.run_id, directory, captured.set)
             await sequencer.answered(seq_id, self)
             await self._publisher.settled(self._run.run_id)
-            return self._run.facts().at(place), [answer for answer in sequencer.answers if answer.seq_id <= seq_id]
+            return self._run.counters().at(place), [answer for answer in sequencer.answers if answer.seq_id <= seq_id]
 
         try:
             await sequencer.journal.rotate()

@@ -13,8 +13,8 @@ from pathlib import Path
 from paceline import errors, layout, weights
 from paceline.files.regular_files import copy_file, read_file
 from paceline.types import Checkpoint, CheckpointKind, LoraConfig
+from paceline.weights.adapter_config import check_adapter_config
 from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.engine.runs.adapter_config import check_adapter_config
 from trainer_service.runs.record import RunOrigin
 
 _FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)

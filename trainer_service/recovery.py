@@ -180,7 +180,7 @@ class Recovery:
     async def recover(self, run: RunRecord) -> None:
         """Rebuild a run's state and resume its commands, or declare the run lost. Raises EngineUnavailable."""
         await run.sequencer.recover()
-        run.facts_before_replay = run.facts_before_replay or run.facts()
+        run.counters_before_replay = run.counters_before_replay or run.counters()
         executor, engines_lost = self._run_executor(run), self._registry.engines_lost
         try:
             size = await asyncio.to_thread(self._storage.journal_bytes, run.run_id)
@@ -203,7 +203,7 @@ class Recovery:
                 await run.sequencer.replay(seq_id, executor)
         if self._registry.engines_lost != engines_lost:
             raise errors.EngineUnavailable("the engine died while the run was restored")
-        run.facts_before_replay, run.facts_at_start, run.is_restored = None, run.facts(), True
+        run.counters_before_replay, run.counters_at_start, run.is_restored = None, run.counters(), True
         run.sequencer.start(executor)
         self._spawn(self._await_versions(run, executor))
 
@@ -233,17 +233,17 @@ class Recovery:
         run.in_engine = True
         if past.snapshot is not None and past.first == past.snapshot.seq_id + 1:
             await self._engine.load_state(run.run_id, past.snapshot.directory, with_optimizer=True)
-        place = past.facts_before(past.first)
+        place = past.counters_before(past.first)
         replayed = [seq_id for seq_id in past.history.commands if past.first <= seq_id <= run.sequencer.executed]
         for seq_id in replayed:
             await self._give_way(run)
             if before := past.history.answers.get(seq_id):
                 await self._replay(run, Command.from_record(past.history.commands[seq_id]), before)
-                place = before.facts
+                place = before.counters
             elif seq_id in run.sequencer.overtaken:
                 run.set_place(place)
                 await run.sequencer.replay(seq_id, executor)
-                place = run.facts()
+                place = run.counters()
             else:  # it no longer needed the engine when that died: it has ended, or will end
                 place = run.sequencer.place(seq_id) or place
             self._failpoints.hit("during_recovery")
@@ -309,7 +309,7 @@ class Recovery:
             base_model=run.base_model,
             base_sha256=run.base_sha256,
             tenant=run.tenant,
-            step=snapshot.facts.step,
+            step=snapshot.counters.step,
             seq_id=snapshot.seq_id,
             ttl_seconds=None,
             overwrite=False,

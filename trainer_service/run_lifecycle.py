@@ -136,8 +136,8 @@ class RunLifecycle:
         limit = self._max_runs
         if len(self._registry.owned_by(identity)) >= limit:
             message = f"{limit} runs exist, as many as a tenant may have: delete one, or have the operator raise "
-            facts = {"quota": "runs", "used": str(limit), "limit": str(limit)}
-            raise errors.TooManyRuns(message + "max_runs_per_tenant", metadata=facts)
+            metadata = {"quota": "runs", "used": str(limit), "limit": str(limit)}
+            raise errors.TooManyRuns(message + "max_runs_per_tenant", metadata=metadata)
 
     async def _create(
         self,

@@ -125,7 +125,7 @@ def read_run_file(folder: Path) -> dict[str, Any]:
     damaged: list[Path] = []
     for path in paths:
         try:
-            facts = decode_checked(read_own(path), dict[str, Any], path.name)
+            content = decode_checked(read_own(path), dict[str, Any], path.name)
         except DamagedFileError as error:
             _log.error("run's file damaged", path=str(path), error=str(error))
             damaged.append(path)
@@ -133,14 +133,14 @@ def read_run_file(folder: Path) -> dict[str, Any]:
         for other in damaged:
             layout.quarantine(other)
         if path.name != RUN_FILE:
-            _rewrite(folder, facts)
-        return facts
+            _rewrite(folder, content)
+        return content
     raise DamagedFileError(f"{RUN_FILE} and its copy are damaged")
 
 
-def _rewrite(folder: Path, facts: dict[str, Any]) -> None:
+def _rewrite(folder: Path, content: dict[str, Any]) -> None:
     try:
-        write_run_file(folder, facts)
+        write_run_file(folder, content)
     except errors.DiskFull as error:
         _log.warning("run's file not rewritten; the next startup does it", folder=str(folder), error=error.message)
 
@@ -155,7 +155,7 @@ def tenant_of(folder: Path) -> str | None:
     return None
 
 
-def write_run_file(folder: Path, facts: dict[str, Any]) -> None:
+def write_run_file(folder: Path, content: dict[str, Any]) -> None:
     """Write a run's file and its copy durably. Raises DiskFull."""
-    write_checked(folder / COPY_FILE, facts)
-    write_checked(folder / RUN_FILE, facts)
+    write_checked(folder / COPY_FILE, content)
+    write_checked(folder / RUN_FILE, content)

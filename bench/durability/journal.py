@@ -27,7 +27,7 @@ from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine_link.client import EngineProcess
 from trainer_service.engine_link.options import EngineOptions
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.format import Facts
+from trainer_service.journal.format import Counters
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.limits.disk_guard import DiskGuard
@@ -81,14 +81,14 @@ async def step(engine: EngineProcess, journal: RunJournal, data: list[Datum], nu
     reply = pb.ForwardBackwardResponse(
         outputs=[codec.output_to_proto(datum) for datum in output.loss_fn_outputs], metrics=output.metrics
     )
-    spent += await timed(journal.append(answer_to_record(first, Outcome(reply), Facts()), sync=False))
+    spent += await timed(journal.append(answer_to_record(first, Outcome(reply), Counters()), sync=False))
     second = Command.of(
         pb.OptimStepRequest(seq_id=2 * number + 2, adamw=pb.AdamwParams(learning_rate=ADAM.learning_rate)), "team"
     )
     spent += await timed(journal.append(second.to_record(), sync=True))
     update = await engine.optim_step("run", ADAM)
     answer = pb.OptimStepResponse(step=update.step, grad_norm=update.grad_norm)
-    spent += await timed(journal.append(answer_to_record(second, Outcome(answer), Facts()), sync=False))
+    spent += await timed(journal.append(answer_to_record(second, Outcome(answer), Counters()), sync=False))
     return spent, perf_counter() - start
 
 

@@ -32,7 +32,7 @@ from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
 from trainer_service.engine_link.client import Captured, EngineProcess
 from trainer_service.engine_link.options import EngineOptions
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.journal.format import Facts
+from trainer_service.journal.format import Counters
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.limits.disk_guard import DiskGuard
@@ -79,9 +79,9 @@ class Executor:
             progress.release()
         await asyncio.to_thread(shutil.rmtree, final)
 
-    def facts(self) -> Facts:
-        """Return empty facts."""
-        return Facts()
+    def counters(self) -> Counters:
+        """Return empty counters."""
+        return Counters()
 
     def abandon(self, command: Command) -> None:
         """Do nothing."""

@@ -104,19 +104,19 @@ def openai_body(error: PacelineError) -> dict[str, Any]:
 
 
 def _length_code(error: PacelineError) -> str:
-    """Return OpenAI's code for a text or a list of a wrong length, by its facts; empty if they are not given."""
-    facts = error.metadata
-    if "length" not in facts:
+    """Return OpenAI's code for a text or a list of a wrong length, by its metadata; empty if they are not given."""
+    metadata = error.metadata
+    if "length" not in metadata:
         return ""
-    length, what = int(facts["length"]), facts["of"]
-    return f"{what}_above_max_length" if length > int(facts["maximum"]) else f"empty_{what}"
+    length, what = int(metadata["length"]), metadata["of"]
+    return f"{what}_above_max_length" if length > int(metadata["maximum"]) else f"empty_{what}"
 
 
 def _range_code(error: PacelineError) -> str:
-    """Return OpenAI's code for a value out of range, by its facts; empty if they are not given."""
-    facts = error.metadata
-    if "value" not in facts:
+    """Return OpenAI's code for a value out of range, by its metadata; empty if they are not given."""
+    metadata = error.metadata
+    if "value" not in metadata:
         return ""
-    what = "decimal" if "." in facts["maximum"] else "integer"
-    is_above = float(facts["value"]) >= float(facts["maximum"])
+    what = "decimal" if "." in metadata["maximum"] else "integer"
+    is_above = float(metadata["value"]) >= float(metadata["maximum"])
     return f"{what}_above_max_value" if is_above else f"{what}_below_min_value"

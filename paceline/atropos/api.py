@@ -42,10 +42,10 @@ class AtroposApi:
             else:
                 return
 
-    def register(self, **facts: object) -> None:
+    def register(self, **settings: object) -> None:
         """Register this trainer, so that environments start. Raises ConnectionError if the server refuses."""
-        self._registered = facts
-        answer = self._call("/register", facts)
+        self._registered = settings
+        answer = self._call("/register", settings)
         if "uuid" not in answer:
             raise ConnectionError(f"the Atropos API server refused the trainer: {str(answer)[:200]}")
 

@@ -111,8 +111,8 @@ def _read_cache(cache: Path) -> dict[str, list[str]]:
 
 def _key(file: Path) -> str:
     path = file.resolve()
-    facts = path.stat()
-    return f"{path} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
+    status = path.stat()
+    return f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 @lru_cache(maxsize=_MAX_CACHED_FILES)
@@ -122,15 +122,15 @@ def _hash_tensors(file: Path, _key: str) -> tuple[str, ...]:
     try:
         tensors: dict[str, Any] = json.loads(header)
         tensors.pop("__metadata__", None)
-        spans = {name: facts["data_offsets"] for name, facts in tensors.items()}
+        spans = {name: entry["data_offsets"] for name, entry in tensors.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise errors.ChecksumMismatch("is not a safetensors file", field=file.name) from error
     start = 8 + len(header)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MAX_THREADS)) as threads:
         digests = threads.map(lambda span: _hash_range(file, start + span[0], start + span[1]), spans.values())
         return tuple(
-            json.dumps([name, facts["dtype"], facts["shape"], digest]) + "\n"
-            for (name, facts), digest in zip(tensors.items(), digests, strict=True)
+            json.dumps([name, entry["dtype"], entry["shape"], digest]) + "\n"
+            for (name, entry), digest in zip(tensors.items(), digests, strict=True)
         )
 
 

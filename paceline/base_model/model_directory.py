@@ -143,10 +143,10 @@ def _check_numbers(directory: Path, config: Mapping[str, Any]) -> None:
     whole = _single_file(config)
     files = [whole] if (directory / whole).is_file() else _indexed(directory)
     for file in files:
-        for name, facts in _read_header(directory / file).items():
-            if name.endswith(".weight") and str(facts["dtype"]).startswith(_INTEGERS):
+        for name, entry in _read_header(directory / file).items():
+            if name.endswith(".weight") and str(entry["dtype"]).startswith(_INTEGERS):
                 raise ModelDamagedError(
-                    f"{name} holds integers ({facts['dtype']}) in {file}, and config.json has no quantization_config; "
+                    f"{name} holds integers ({entry['dtype']}) in {file}, and config.json has no quantization_config; "
                     "give the model unquantised"
                 )
 
@@ -301,7 +301,7 @@ def _check_distinct(held: Mapping[str, Shapes]) -> None:
 
 def _read_shapes(file: Path) -> Shapes:
     """Return the shapes in a safetensors file, whose size must be what its header says."""
-    return {name: tuple(facts["shape"]) for name, facts in _read_header(file).items()}
+    return {name: tuple(entry["shape"]) for name, entry in _read_header(file).items()}
 
 
 def _read_header(file: Path) -> dict[str, Any]:
@@ -314,9 +314,9 @@ def _read_header(file: Path) -> dict[str, Any]:
                 raise ModelDamagedError(f"{file.name} is a pointer of Git LFS; fetch the file itself (git lfs pull)")
             header: dict[str, Any] = json.loads(source.read(size) if size <= file.stat().st_size else b"")
         header.pop("__metadata__", None)
-        end = max((facts["data_offsets"][1] for facts in header.values()), default=0)
-        for facts in header.values():  # so that a damaged header is told as one
-            tuple(facts["shape"]), str(facts["dtype"])
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        for entry in header.values():  # so that a damaged header is told as one
+            tuple(entry["shape"]), str(entry["dtype"])
     except FileNotFoundError:
         raise ModelDamagedError(f"{file.name} is missing; fetch the model again") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

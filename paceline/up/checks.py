@@ -103,8 +103,8 @@ def _is_complete(file: Path) -> bool:
     """Return whether a safetensors file has a header and all the bytes that the header declares."""
     try:
         header = read_header(file.resolve())  # the hub's cache links to its files
-        tensors = {name: facts for name, facts in json.loads(header).items() if name != "__metadata__"}
-        end = max((int(facts["data_offsets"][1]) for facts in tensors.values()), default=0)
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
     except (OSError, PacelineError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return False
     return 8 + len(header) + end == file.stat().st_size

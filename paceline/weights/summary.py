@@ -1,4 +1,4 @@
-"""The facts of a manifest that listings and owner checks need, read without its tensors."""
+"""The fields of a manifest that listings and owner checks need, read without its tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Manifest(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A manifest's facts."""
+    """A manifest's fields, without its tensors."""
 
     blake3: str
     """BLAKE3-256 of the weights."""
@@ -43,7 +43,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summarize(directory: Path) -> Summary:
-    """Read the facts of a directory's manifest. Raises FileNotFoundError, ChecksumMismatch if it is damaged."""
+    """Read these fields of a directory's manifest. Raises FileNotFoundError, ChecksumMismatch if it is damaged."""
     text = read_file(directory / MANIFEST_FILE)
     try:
         read = msgspec.json.decode(text, type=_Manifest, strict=False)

@@ -212,8 +212,8 @@ def stored_dtype(model_path: Path) -> torch.dtype | None:
     if stored is not None:
         return stored
     headers = (json.loads(read_header(file.resolve())) for file in entries(model_path, "*.safetensors"))
-    facts = (facts for header in headers for name, facts in header.items() if name != "__metadata__")
-    return next((_DTYPES[one["dtype"]] for one in facts if one["dtype"] in _DTYPES), None)
+    tensors = (tensor for header in headers for name, tensor in header.items() if name != "__metadata__")
+    return next((_DTYPES[one["dtype"]] for one in tensors if one["dtype"] in _DTYPES), None)
 
 
 def _skeleton(model_path: Path) -> PreTrainedModel:

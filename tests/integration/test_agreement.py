@@ -202,8 +202,8 @@ async def test_a_version_that_does_not_agree_is_refused_and_nobody_elses(two_ten
     for asked in (alice.sample(version_ref(run_id)), alice.logprobs(version_ref(run_id, 1))):
         with pytest.raises(errors.BaseMismatch, match=f"version 1 of {run_id} .* differ by 1 .* 0.00018") as failure:
             await asked
-        facts = {"run_id": run_id, "version": "1", "mean_difference": "1", "bound": "0.00018"}
-        assert failure.value.metadata.items() >= facts.items()
+        told = {"run_id": run_id, "version": "1", "mean_difference": "1", "bound": "0.00018"}
+        assert failure.value.metadata.items() >= told.items()
     assert two_tenants.client.metric("runs_refused") == 1
 
 

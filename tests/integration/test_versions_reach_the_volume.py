@@ -187,7 +187,7 @@ async def test_the_copy_starts_when_the_answer_to_the_publish_is_durable(trainer
     append = journal.append
 
     def copy(*arguments):
-        answered_at_copy.append(trainer.run.sequencer.answers.facts(1) is not None)
+        answered_at_copy.append(trainer.run.sequencer.answers.counters(1) is not None)
         return copy2(*arguments)
 
     async def append_late(record):
@@ -978,8 +978,8 @@ async def test_a_number_is_used_only_once_it_is_durably_reserved(trainer, monkey
             with pytest.raises(errors.DiskFull):
                 await trainer.commander.send(pb.PublishWeightsRequest)
     version = (await trainer.commander.send(pb.PublishWeightsRequest)).model.version
-    facts = read_run_file(trainer.commander.snapshot.parents[1])
-    assert version == 3 <= facts["version_limit"]
+    content = read_run_file(trainer.commander.snapshot.parents[1])
+    assert version == 3 <= content["version_limit"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -47,7 +47,7 @@ _TAG_BYTES = 16
 _LENGTH_BYTES = 4
 
 
-class Facts(msgspec.Struct, frozen=True):
+class Counters(msgspec.Struct, frozen=True):
     """What the service knows about a run.
 
     In a journaled answer, `latest_version` is the value when the answer was written; the last record has the newest.
@@ -60,8 +60,8 @@ class Facts(msgspec.Struct, frozen=True):
     gradient_tokens: int = 0
     """Counted positions of the gradient that waits; 0 if none waits."""
 
-    def at(self, place: Facts) -> Facts:
-        """Return these facts with those of a place in the run's order that depend on it."""
+    def at(self, place: Counters) -> Counters:
+        """Return these counters with those of a place in the run's order that depend on it."""
         return msgspec.structs.replace(place, latest_version=self.latest_version)
 
 
@@ -112,7 +112,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, tag="answer"):
     reply: bytes | None
     """None for a refusal or a reply that is no longer kept."""
     failure: RecordedError | None = None
-    facts: Facts = Facts()
+    counters: Counters = Counters()
     version: int = 0
     """Version that the command made, even if it was refused because nobody acknowledged the version; 0 for none."""
     version_blake3: str = ""

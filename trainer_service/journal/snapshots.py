@@ -1,6 +1,6 @@
 """Snapshots of a run, from which its journal is replayed.
 
-<run>/snapshots/<seq_id>/   the files that the engine's save_state wrote, answers, facts.json, SHA256SUMS
+<run>/snapshots/<seq_id>/   the files that the engine's save_state wrote, answers, counters.json, SHA256SUMS
 <run>/loads/<seq_id>/       links to the checkpoint that command `seq_id` loads, so that a replay finds the same files
 """
 
@@ -20,7 +20,7 @@ from paceline.weights import Sums, find_damaged, write_sums
 from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import (
     AnswerRecord,
-    Facts,
+    Counters,
     JournalDamagedError,
     Record,
     decode_records,
@@ -29,11 +29,11 @@ from trainer_service.journal.format import (
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.volume_files import UnknownFormatError
 
-_ANSWERS, _FACTS = "answers", "facts.json"
+_ANSWERS, _COUNTERS = "answers", "counters.json"
 _MAGIC = b"PACEANS1"
 _KEPT = 2
 """Number of snapshots kept per run, so that damage to the newest costs only a longer replay."""
-OWN_FILES = frozenset({_ANSWERS, _FACTS, Sums.SHA256.value})
+OWN_FILES = frozenset({_ANSWERS, _COUNTERS, Sums.SHA256.value})
 """Files of a snapshot that the engine did not write."""
 
 _log = get_logger(__name__)
@@ -45,7 +45,7 @@ class Snapshot:
 
     seq_id: int
     directory: Path
-    facts: Facts
+    counters: Counters
     answers: list[AnswerRecord]
     """Answers to that command and earlier ones, as far as they are kept."""
 
@@ -81,24 +81,24 @@ class SnapshotStore:
         try:
             if name := find_damaged(directory):
                 raise JournalDamagedError(f"{seq_id}/{name} is damaged")
-            facts = msgspec.json.decode(read_file(directory / _FACTS), type=Facts)
+            counters = msgspec.json.decode(read_file(directory / _COUNTERS), type=Counters)
             records = _decode_answers(read_file(directory / _ANSWERS))
         except (FileNotFoundError, UnicodeDecodeError, msgspec.MsgspecError) as error:
             raise JournalDamagedError(f"snapshot {seq_id} cannot be read: {error}") from error
         answers = [record for record in records if isinstance(record, AnswerRecord)]
-        return Snapshot(seq_id, directory, facts, answers)
+        return Snapshot(seq_id, directory, counters, answers)
 
     async def save(
-        self, seq_id: int, size: int, write: Callable[[Path], Awaitable[tuple[Facts, list[AnswerRecord]]]]
+        self, seq_id: int, size: int, write: Callable[[Path], Awaitable[tuple[Counters, list[AnswerRecord]]]]
     ) -> None:
-        """Durably make a snapshot. `write` saves the run's state of `size` bytes and returns its facts and answers.
+        """Durably make a snapshot. `write` saves the run's state of `size` bytes and returns its counters and answers.
 
         Raises the error of `write`, or DiskFull.
         """
         self._guard.check_free(self._directory, size)
         async with layout.new_directory_async(self._root / str(seq_id)) as staging:
-            facts, answers = await write(staging)
-            await asyncio.to_thread(_seal, staging, facts, answers)
+            counters, answers = await write(staging)
+            await asyncio.to_thread(_seal, staging, counters, answers)
             self._failpoints.hit("during_snapshot")
         self._guard.measure(self._root / str(seq_id))
         self._failpoints.hit("after_snapshot")
@@ -143,8 +143,8 @@ class SnapshotStore:
         return directory if directory.exists() else None
 
 
-def _seal(directory: Path, facts: Facts, answers: list[AnswerRecord]) -> None:
-    (directory / _FACTS).write_bytes(msgspec.json.encode(facts))
+def _seal(directory: Path, counters: Counters, answers: list[AnswerRecord]) -> None:
+    (directory / _COUNTERS).write_bytes(msgspec.json.encode(counters))
     (directory / _ANSWERS).write_bytes(_MAGIC + encode_records(answers))
     write_sums(directory)
 

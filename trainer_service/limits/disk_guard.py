@@ -81,8 +81,8 @@ class DiskGuard:
                 f"{free} bytes are free on the checkpoint volume and {needed} are needed, "
                 f"{self._min_free_bytes} of which must stay free (min_free_bytes); delete checkpoints or grow it"
             )
-            facts = {"free_bytes": str(free), "needed_bytes": str(needed)}
-            raise errors.DiskFull(message, metadata=facts, retry_after=retry_after)
+            metadata = {"free_bytes": str(free), "needed_bytes": str(needed)}
+            raise errors.DiskFull(message, metadata=metadata, retry_after=retry_after)
 
     def check_quota(self, tenant: str, size: int) -> None:
         """Raise QuotaExceeded unless a tenant may have `size` more bytes."""

@@ -170,7 +170,7 @@ class Agreements:
                 seen.comparing.pop(run_id, None)
             seen.unanswered.pop(run_id, None)
         self._known.setdefault(watcher.sampler_id, {})[run_id] = agreement
-        facts = {
+        fields = {
             "sampler": watcher.sampler_id,
             "run": run_id,
             "version": agreement.model.version,
@@ -179,9 +179,9 @@ class Agreements:
             "bound": agreement.bound,
         }
         if agreement.refusal:
-            _log.error("sampler disagrees with the trainer", refusal=agreement.refusal, **facts)
+            _log.error("sampler disagrees with the trainer", refusal=agreement.refusal, **fields)
         else:
-            _log.info("sampler agrees with the trainer", **facts)
+            _log.info("sampler agrees with the trainer", **fields)
         for statistic in STATISTICS:
             gauge = self._difference.labels(watcher.sampler_id, "version" if run_id else "base", statistic)
             gauge.set(shown_difference(agreement, statistic))

@@ -295,7 +295,7 @@ class WatchHub:
         except TimeoutError:
             if self._is_settled(key, policy, expected):  # since the wait was ended
                 return list(self._acks[key].values())
-            raise errors.AckTimeout(self._so_far(key, expected), metadata=self._facts(key, expected)) from None
+            raise errors.AckTimeout(self._so_far(key, expected), metadata=self._metadata(key, expected)) from None
         return list(self._acks[key].values())
 
     def _is_settled(self, key: VersionKey, policy: AckPolicy, expected: Set[str]) -> bool:
@@ -317,13 +317,13 @@ class WatchHub:
         A temporary problem becomes AckTimeout: it must not look as if the command had not been executed and could be
         sent again.
         """
-        refusal, facts = self._refusals[key][sampler_id], self._facts(key, expected)
+        refusal, metadata = self._refusals[key][sampler_id], self._metadata(key, expected)
         kind = errors.CATALOG.get(refusal.reason, errors.Internal)
         if issubclass(kind, errors.Unavailable | errors.Exhausted | errors.TimedOut):
-            return errors.AckTimeout(self._so_far(key, expected), metadata=facts)
+            return errors.AckTimeout(self._so_far(key, expected), metadata=metadata)
         said = f": {refusal.message}" if refusal.message else ""
         return kind(
-            f"version {key[1]} exists, and sampler {sampler_id} refused it ({refusal.reason}){said}", metadata=facts
+            f"version {key[1]} exists, and sampler {sampler_id} refused it ({refusal.reason}){said}", metadata=metadata
         )
 
     def _so_far(self, key: VersionKey, expected: Set[str]) -> str:
@@ -334,7 +334,7 @@ class WatchHub:
         rest = f", and not yet by {', '.join(missing)}" if missing else ""
         return f"version {key[1]} exists; it is acknowledged by {len(self._acks[key])} sampler(s){rest}"
 
-    def _facts(self, key: VersionKey, expected: Set[str]) -> dict[str, str]:
+    def _metadata(self, key: VersionKey, expected: Set[str]) -> dict[str, str]:
         missing = ",".join(self._missing(key, expected))
         return {"version": str(key[1]), "acknowledged": str(len(self._acks[key])), "missing": missing}
 

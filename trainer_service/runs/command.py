@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from paceline import errors
 from paceline.log import get_logger
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from trainer_service.journal.format import AnswerRecord, CommandRecord, Facts, RecordedError
+from trainer_service.journal.format import AnswerRecord, CommandRecord, Counters, RecordedError
 
 _KEPT_BYTES = 64 << 20
 """Bytes of replies kept per run."""
@@ -146,10 +146,10 @@ class Answers:
         record = self._records.get(seq_id)
         return record is not None and record.digest == digest
 
-    def facts(self, seq_id: int) -> Facts | None:
-        """Return the facts that the journal keeps with an answer; None if the answer is not known."""
+    def counters(self, seq_id: int) -> Counters | None:
+        """Return the counters that the journal keeps with an answer; None if the answer is not known."""
         record = self._records.get(seq_id)
-        return None if record is None else record.facts
+        return None if record is None else record.counters
 
     def _drop_reply(self, seq_id: int) -> None:
         if seq_id in self._reply_bytes:
@@ -167,8 +167,8 @@ def answer_of(command: Command, error: Exception) -> errors.PacelineError:
     return answer
 
 
-def answer_to_record(command: Command, outcome: Outcome, facts: Facts) -> AnswerRecord:
-    """Return the journal record of an answer, with the run's facts and the version that the command made."""
+def answer_to_record(command: Command, outcome: Outcome, counters: Counters) -> AnswerRecord:
+    """Return the journal record of an answer, with the run's counters and the version that the command made."""
     answer = outcome.answer
     failure = RecordedError.of(answer) if isinstance(answer, errors.PacelineError) else None
     reply = None if isinstance(answer, errors.PacelineError) else answer.SerializeToString()
@@ -178,7 +178,7 @@ def answer_to_record(command: Command, outcome: Outcome, facts: Facts) -> Answer
         command.method,
         reply,
         failure,
-        facts,
+        counters,
         outcome.version,
         outcome.version_blake3,
         command.attachment,

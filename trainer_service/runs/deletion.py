@@ -131,10 +131,10 @@ class DeletedRuns:
         deleted = folder / DELETED_FILE
         try:
             if deleted.exists():
-                facts = decode_checked(read_own(deleted), dict[str, Any], DELETED_FILE)
+                content = decode_checked(read_own(deleted), dict[str, Any], DELETED_FILE)
             else:
-                facts = read_run_file(folder)
-            self.add(facts["tenant"], facts["request_id"], facts["request_digest"], facts["run_id"])
+                content = read_run_file(folder)
+            self.add(content["tenant"], content["request_id"], content["request_digest"], content["run_id"])
         except (DamagedFileError, FileNotFoundError, KeyError) as error:
             message = "a deleted run's CreateRun request is not known; repeating it would create another run"
             _log.error(message, folder=folder.name, error=str(error))

@@ -24,7 +24,7 @@ from functools import partial
 from paceline import errors
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.types import CommandState
-from trainer_service.journal.format import CancelRecord, Facts, RebaseRecord
+from trainer_service.journal.format import CancelRecord, Counters, RebaseRecord
 from trainer_service.journal.journal import RunJournal
 from trainer_service.runs.command import Answer, Command
 from trainer_service.runs.progress import CommandProgress
@@ -98,8 +98,8 @@ class PendingCommand:
     """What it answered, or why it was withdrawn or left; None in other states."""
     progress: CommandProgress | None = None
     """Set while the command executes."""
-    place: Facts | None = None
-    """Facts after the command in the run's order; set if it was captured before it ended."""
+    place: Counters | None = None
+    """Counters after the command in the run's order; set if it was captured before it ended."""
     may_have_begun: bool = False
     """Whether it may have made something that others can see, in this process or before a restart."""
     begun_at: float = 0.0

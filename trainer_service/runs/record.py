@@ -10,7 +10,7 @@ from typing import Any
 from paceline import errors
 from paceline.layout import RUN_FILE
 from paceline.types import CheckpointKind, FullParameters, LoraConfig, Run, RunParameters, RunState, WeightStorage
-from trainer_service.journal.format import Facts
+from trainer_service.journal.format import Counters
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.limits.gates import FifoGate
 from trainer_service.runs.sequencer import Sequencer
@@ -31,9 +31,9 @@ class RunOrigin:
     @classmethod
     def from_json(cls, text: bytes) -> RunOrigin:
         """Read the properties from run.json or deleted.json. Raises DamagedFileError, UnknownFormatError."""
-        facts = decode_checked(text, dict[str, Any], RUN_FILE)
-        tenant, base_model = facts["tenant"], facts["base_model"]
-        return cls(tenant, base_model, _pop_parameters(facts), facts["user_metadata"])
+        content = decode_checked(text, dict[str, Any], RUN_FILE)
+        tenant, base_model = content["tenant"], content["base_model"]
+        return cls(tenant, base_model, _pop_parameters(content), content["user_metadata"])
 
 
 @dataclass(slots=True)
@@ -73,16 +73,16 @@ class RunRecord:
     """Whether the engine holds the run."""
     is_restored: bool = True
     """Whether recovery into the current engine is complete; false from an engine's death to the end of the replay."""
-    facts_before_replay: Facts | None = None
-    """The facts before a replay that is in progress, which clients see meanwhile; None if none is."""
-    facts_at_start: Facts = field(default_factory=Facts)
-    """The facts when the sequencer started, before any command that it has executed since."""
+    counters_before_replay: Counters | None = None
+    """The counters before a replay that is in progress, which clients see meanwhile; None if none is."""
+    counters_at_start: Counters = field(default_factory=Counters)
+    """The counters when the sequencer started, before any command that it has executed since."""
     recovering: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the run is being rebuilt or deleted."""
     reserving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while `version_limit` is raised."""
     persisting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while run.json is written, so that the newest facts are written last, and while a client attaches."""
+    """Held while run.json is written, so that the newest content is written last, and while a client attaches."""
     is_deleted: bool = False
     """Whether the run's files are deleted."""
     damage: list[str] = field(default_factory=list)
@@ -95,22 +95,26 @@ class RunRecord:
         """Sort key of lists: time of creation, then id."""
         return f"{self.create_time.timestamp():020.6f} {self.run_id}"
 
-    def facts(self) -> Facts:
-        """Return the facts that the journal keeps with each answer."""
-        return Facts(self.step, self.latest_version, self.next_version, self.gradient_tokens)
+    def counters(self) -> Counters:
+        """Return the counters that the journal keeps with each answer."""
+        return Counters(self.step, self.latest_version, self.next_version, self.gradient_tokens)
 
-    def apply(self, facts: Facts) -> None:
-        """Set the run's facts to those of a journal."""
-        self.set_place(facts)
-        self.latest_version, self.facts_at_start = facts.latest_version, facts
+    def apply(self, counters: Counters) -> None:
+        """Set the run's counters to those of a journal."""
+        self.set_place(counters)
+        self.latest_version, self.counters_at_start = counters.latest_version, counters
 
     def state_bytes(self, kind: CheckpointKind) -> int:
         """Return a checkpoint's maximum bytes: float32 weights; for a state also gradient and two moments of each."""
         return self.trainable_parameters * (_STATE_BYTES if kind is CheckpointKind.STATE else _WEIGHT_BYTES)
 
-    def set_place(self, facts: Facts) -> None:
-        """Set the facts that depend on the place in the run's order; the others stay."""
-        self.step, self.next_version, self.gradient_tokens = facts.step, facts.next_version, facts.gradient_tokens
+    def set_place(self, counters: Counters) -> None:
+        """Set the counters that depend on the place in the run's order; the others stay."""
+        self.step, self.next_version, self.gradient_tokens = (
+            counters.step,
+            counters.next_version,
+            counters.gradient_tokens,
+        )
 
     def public(self, latest_state_checkpoint: str, ended_by: int = 0) -> Run:
         """Return the run as clients see it: after its newest executed command, never in the middle of a replay.
@@ -119,15 +123,15 @@ class RunRecord:
         command that has done all but answer is `ended_by` it, and shows the run after it.
         """
         executed = ended_by or self.sequencer.executed
-        # The run's own facts are ahead of `executed` until a command is answered, and behind it in a replay.
-        place = self.facts() if ended_by else self.sequencer.place(executed) or self.facts_at_start
+        # The run's own counters are ahead of `executed` until a command is answered, and behind it in a replay.
+        place = self.counters() if ended_by else self.sequencer.place(executed) or self.counters_at_start
         return Run(
             run_id=self.run_id,
             base_model=self.base_model,
             parameters=self.parameters,
             step=place.step,
             last_seq_id=self.sequencer.last_seq_id,
-            latest_version=(self.facts_before_replay or self.facts()).latest_version,
+            latest_version=(self.counters_before_replay or self.counters()).latest_version,
             state=self.state,
             latest_state_checkpoint=latest_state_checkpoint,
             create_time=self.create_time,
@@ -139,7 +143,7 @@ class RunRecord:
             gradient_tokens=place.gradient_tokens if self.state is RunState.READY else 0,
         )
 
-    def to_facts(self) -> dict[str, Any]:
+    def to_run_file(self) -> dict[str, Any]:
         """Return the content of run.json, which survives a restart."""
         return {
             "run_id": self.run_id,
@@ -153,7 +157,7 @@ class RunRecord:
             "request_digest": self.request_digest,
             "user_metadata": self.user_metadata,
             "adapted_modules": self.adapted_modules,
-            "step": (self.facts_before_replay or self.facts()).step,
+            "step": (self.counters_before_replay or self.counters()).step,
             "attachment": self.attachment,
             "attached": self.attached,
             "version_limit": self.version_limit,
@@ -175,23 +179,23 @@ class RunRecord:
         )
 
     @classmethod
-    def from_facts(cls, facts: dict[str, Any], sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
+    def from_run_file(cls, content: dict[str, Any], sequencer: Sequencer, snapshots: SnapshotStore) -> RunRecord:
         """Restore a run whose state is not in the engine."""
-        parameters = _pop_parameters(facts)
-        del facts["last_seq_id"]  # the journal is authoritative
-        sequencer.attach(facts["attachment"])
-        start = Facts(step=facts["step"], next_version=facts["version_limit"] + 1)
+        parameters = _pop_parameters(content)
+        del content["last_seq_id"]  # the journal is authoritative
+        sequencer.attach(content["attachment"])
+        start = Counters(step=content["step"], next_version=content["version_limit"] + 1)
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,
             parameters=parameters,
-            create_time=datetime.fromisoformat(facts.pop("create_time")),
-            adapted_modules=tuple(facts.pop("adapted_modules")),
+            create_time=datetime.fromisoformat(content.pop("create_time")),
+            adapted_modules=tuple(content.pop("adapted_modules")),
             in_engine=False,
             is_restored=False,
-            facts_at_start=start,
+            counters_at_start=start,
             next_version=start.next_version,
-            **facts,
+            **content,
         )
 
 
@@ -201,10 +205,10 @@ def _parameters_to_json(parameters: RunParameters) -> dict[str, Any]:
     return {"full": {**asdict(parameters), "storage": parameters.storage.name}}
 
 
-def _pop_parameters(facts: dict[str, Any]) -> RunParameters:
-    """Remove what a run trains from the facts and return it."""
-    if "lora" in facts:
-        lora = facts.pop("lora")
+def _pop_parameters(content: dict[str, Any]) -> RunParameters:
+    """Remove what a run trains from the content of run.json and return it."""
+    if "lora" in content:
+        lora = content.pop("lora")
         return LoraConfig(**{**lora, "layers": tuple(lora["layers"])})
-    full = facts.pop("full")
+    full = content.pop("full")
     return FullParameters(**{**full, "storage": WeightStorage[full["storage"]]})

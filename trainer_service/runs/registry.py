@@ -16,7 +16,7 @@ from paceline.layout import DELETED_FILE, RUN_FILE
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT, Identity
 from paceline.types import RunState
-from trainer_service.journal.format import Facts
+from trainer_service.journal.format import Counters
 from trainer_service.journal.snapshots import SnapshotStore
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.runs.deletion import DeletedRuns
@@ -107,16 +107,16 @@ class RunRegistry:
 
     async def _restore(self, folder: Path) -> RunRecord:
         run_id = folder.name
-        facts = await asyncio.to_thread(read_run_file, folder)
-        if facts["run_id"] != run_id:
+        content = await asyncio.to_thread(read_run_file, folder)
+        if content["run_id"] != run_id:
             raise DamagedFileError(f"{RUN_FILE} is another run's")
-        past = await asyncio.to_thread(self._storage.read_or_restart, run_id, facts["last_seq_id"])
+        past = await asyncio.to_thread(self._storage.read_or_restart, run_id, content["last_seq_id"])
         _sweep(folder)
-        sequencer = self._storage.open(run_id, facts["tenant"], past)
-        record = RunRecord.from_facts(facts, sequencer, self._storage.snapshots(run_id))
+        sequencer = self._storage.open(run_id, content["tenant"], past)
+        record = RunRecord.from_run_file(content, sequencer, self._storage.snapshots(run_id))
         record.damage = layout.find_quarantined(folder)
         if past.has_state:
-            record.apply(past.facts or Facts())
+            record.apply(past.counters or Counters())
         else:
             record.state = RunState.LOST
         return record
@@ -205,13 +205,13 @@ class RunRegistry:
             await self.write(record)
 
     async def write(self, record: RunRecord, **changes: Any) -> None:
-        """While `record.persisting` is held, write its facts with `changes`, which the caller makes afterwards.
+        """While `record.persisting` is held, write run.json with `changes`, which the caller makes afterwards.
 
         Raises DiskFull, OSError.
         """
         if not record.is_deleted:
-            facts = {**record.to_facts(), **changes}
-            await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), facts)
+            content = {**record.to_run_file(), **changes}
+            await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), content)
 
     async def persist_if_possible(self, record: RunRecord) -> None:
         """Write what is useful after a restart but not essential: a disk that fails does not undo what was done."""

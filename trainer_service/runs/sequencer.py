@@ -15,7 +15,7 @@ that state, so answers may come out of order. The following holds all the same:
 - A command that replaces the run's state (LoadCheckpoint) starts when all commands before it are answered.
 - When the engine or the service dies, a command without an answer executes again at its place in the order: `recover`
   leaves commands that later ones have overtaken to `replay`, which runs between the replays of the commands around it.
-- The `step` and `next_version` that the journal keeps with an answer are those at the command's place (`Facts`).
+- The `step` and `next_version` that the journal keeps with an answer are those at the command's place (`Counters`).
 - A snapshot of the run after a command is completed when all commands up to that one are answered (`answered`), so that
   no command needs what the snapshot makes superfluous.
 """
@@ -38,7 +38,7 @@ from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.types import CommandState
 from trainer_service.engine_link.protocol import EngineDiedError
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.format import AttemptRecord, Facts
+from trainer_service.journal.format import AttemptRecord, Counters
 from trainer_service.journal.journal import RunJournal
 from trainer_service.runs.command import Answers, Command, Outcome, answer_of, answer_to_record
 from trainer_service.runs.pending import READING, PendingCommand, PendingCommands, PendingState
@@ -62,8 +62,8 @@ class Executor(Protocol):
     async def execute(self, command: Command, progress: CommandProgress) -> Outcome:
         """Execute a command. Raises PacelineError; EngineUnavailable means that it was not executed."""
 
-    def facts(self) -> Facts:
-        """Return the run's current facts."""
+    def counters(self) -> Counters:
+        """Return the run's current counters."""
 
     def abandon(self, command: Command) -> None:
         """Leave out the version number of a command that began before the engine died and is not executed again."""
@@ -289,10 +289,10 @@ class Sequencer:
         if pending is not None and not await self._begin(pending, executor):
             raise errors.EngineUnavailable("the engine died while the run was restored")
 
-    def place(self, seq_id: int) -> Facts | None:
-        """Return the facts after an executed command in the run's order; None if they are no longer known."""
+    def place(self, seq_id: int) -> Counters | None:
+        """Return the counters after an executed command in the run's order; None if they are no longer known."""
         pending = self._waiting.by_seq_id.get(seq_id)
-        return self.answers.facts(seq_id) if pending is None else pending.place
+        return self.answers.counters(seq_id) if pending is None else pending.place
 
     async def taken(self, seq_ids: Collection[int], seconds: float) -> None:
         """Wait until commands have taken their places: one that is refused has ended before its turn.
@@ -399,7 +399,7 @@ class Sequencer:
         await progress.captured.wait()
         if progress.ended.is_set():
             return progress.is_answered
-        pending.place = executor.facts()
+        pending.place = executor.counters()
         return True
 
     async def _finish(self, pending: PendingCommand, progress: CommandProgress, executor: Executor) -> None:
@@ -416,10 +416,10 @@ class Sequencer:
                 self.hold()
                 return
             self._failpoints.hit("after_execute")
-            facts = executor.facts()
+            counters = executor.counters()
             if pending.place is not None:
-                facts = facts.at(pending.place)
-            record = answer_to_record(command, outcome, facts)
+                counters = counters.at(pending.place)
+            record = answer_to_record(command, outcome, counters)
             must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
             await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")

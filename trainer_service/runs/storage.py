@@ -9,7 +9,7 @@ from paceline import layout
 from paceline.log import get_logger
 from paceline.requests.waiting_bytes import WaitingBytes
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.format import Facts, JournalDamagedError
+from trainer_service.journal.format import Counters, JournalDamagedError
 from trainer_service.journal.history import (
     History,
     check_formats,
@@ -60,21 +60,21 @@ class StoredCommands:
         return self.snapshot is not None or is_load or self.history.base == 1
 
     @property
-    def facts(self) -> Facts | None:
-        """The run's newest facts, with those that depend on the order as of the last answered command in it."""
+    def counters(self) -> Counters | None:
+        """The run's newest counters, with those that depend on the order as of the last answered command in it."""
         answers, snapshot = self.history.answers, self.snapshot
         if not answers:
-            return snapshot.facts if snapshot else None
+            return snapshot.counters if snapshot else None
         last = max(answers)
-        place = snapshot.facts if snapshot and last <= snapshot.seq_id else answers[last].facts
-        return next(reversed(answers.values())).facts.at(place)
+        place = snapshot.counters if snapshot and last <= snapshot.seq_id else answers[last].counters
+        return next(reversed(answers.values())).counters.at(place)
 
-    def facts_before(self, seq_id: int) -> Facts:
-        """Return the facts before a command in the run's order."""
+    def counters_before(self, seq_id: int) -> Counters:
+        """Return the counters before a command in the run's order."""
         place = max((answered for answered in self.history.answers if answered < seq_id), default=0)
         if self.snapshot and place <= self.snapshot.seq_id:
-            return self.snapshot.facts
-        return self.history.answers[place].facts if place else Facts()
+            return self.snapshot.counters
+        return self.history.answers[place].counters if place else Counters()
 
     @property
     def executed(self) -> int:

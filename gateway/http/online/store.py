@@ -290,9 +290,9 @@ class OnlineStore(Database):
         await self.do(issue)
 
     async def answered(
-        self, model: OnlineModel, command: StoredCommand, settled: Settled | None = None, **facts: float
+        self, model: OnlineModel, command: StoredCommand, settled: Settled | None = None, **columns: float
     ) -> None:
-        """Remove an answered command; record the outcome of its examples and facts of the model (columns of its table).
+        """Remove an answered command; record the outcome of its examples and `columns` of the model.
 
         `tokens` are added to the stored count.
         """
@@ -300,7 +300,7 @@ class OnlineStore(Database):
         def answered(connection: sqlite3.Connection) -> None:
             sql = "DELETE FROM commands WHERE model_id = ? AND seq_id = ?"
             connection.execute(sql, (model.model_id, command.seq_id))
-            for name, value in facts.items():
+            for name, value in columns.items():
                 new = "tokens + ?" if name == "tokens" else "?"
                 sql = f"UPDATE models SET {name} = {new} WHERE model_id = ?"  # noqa: S608 - our own column names
                 connection.execute(sql, (value, model.model_id))

@@ -385,8 +385,8 @@ def _refusal(error: Exception, prompt: str) -> errors.PacelineError:
         message, field, kind = str(first["msg"]), _field(first["loc"]), str(first["type"])
         if kind == "missing":
             return errors.MissingField("is not set", field=field)
-        facts = {"wanted": message} if kind.endswith(_WRONG_TYPES) else {}
-        return errors.InvalidArgument(message, field=field, metadata=facts)
+        metadata = {"wanted": message} if kind.endswith(_WRONG_TYPES) else {}
+        return errors.InvalidArgument(message, field=field, metadata=metadata)
     if isinstance(error, TemplateError):
         return errors.InvalidArgument(f"the model's chat template does not take them: {error}", field="messages")
     if not isinstance(error, VLLMValidationError):

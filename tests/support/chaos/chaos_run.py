@@ -146,8 +146,8 @@ class Chaos:
             killer.notes = self.notes
         return killers
 
-    def _client(self, channel: grpc.aio.Channel, index: int, **facts) -> Client:
-        return Client(channel, self.seed + index, f"pl-{TENANTS[index % len(TENANTS)]}", **facts)
+    def _client(self, channel: grpc.aio.Channel, index: int, **options) -> Client:
+        return Client(channel, self.seed + index, f"pl-{TENANTS[index % len(TENANTS)]}", **options)
 
     async def _train(self, client: Client, killing: asyncio.Future) -> None:
         await client.create()

@@ -178,7 +178,7 @@ class _Disturbed:
         known = [one for one in self.issued if one.fate is errors.Fate.ANSWERED]
         expected = [(one.act, _said(one.outcome, self.run_id)) for one in known]
         closing = [_said(outcome, self.run_id) for outcome in self.closing]
-        info = _facts(self._calm.get_run(self.run_id))
+        info = _summary(self._calm.get_run(self.run_id))
         first: list[str] | None = None
         sequences = list(dict.fromkeys(possible_sequences(self.issued)))
         if not sequences:
@@ -192,9 +192,9 @@ class _Disturbed:
                 for act, answer in [*expected, *zip(_CLOSING, closing, strict=True)]
                 if said.get(act) != answer
             ]
-            facts = _facts(self._calm.get_run(training.run_id))
-            if facts != info:
-                found.append(f"the run is {info}, and undisturbed {facts}")
+            told = _summary(self._calm.get_run(training.run_id))
+            if told != info:
+                found.append(f"the run is {info}, and undisturbed {told}")
             self._calm.delete_run(training.run_id, delete_checkpoints=True)
             if not found:
                 return []
@@ -324,7 +324,7 @@ def _outcome(future) -> object:
         return error
 
 
-def _facts(run: Run) -> tuple:
+def _summary(run: Run) -> tuple:
     return run.step, run.latest_version, run.state.name, run.latest_state_checkpoint.rpartition("/")[2]
 
 
@@ -341,7 +341,7 @@ def _said(outcome: object, run_id: str) -> str:
         case PublishResult():
             said = f"version {outcome.model.version}, {outcome.model.blake3}"
         case Run():
-            said = f"run at {_facts(outcome)}"
+            said = f"run at {_summary(outcome)}"
         case _:
             said = repr(outcome)
     return said.replace(run_id, "RUN")

@@ -9,7 +9,7 @@ from paceline import errors
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.failpoints import Failpoints
-from trainer_service.journal.format import Facts
+from trainer_service.journal.format import Counters
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.limits.disk_guard import DiskGuard
@@ -53,8 +53,8 @@ class Executor:
         is_save = command.method == "SaveCheckpoint"
         return Outcome(reply or (pb.SaveCheckpointResponse() if is_save else pb.OptimStepResponse(step=command.seq_id)))
 
-    def facts(self):
-        return Facts(step=len(self.ran))
+    def counters(self):
+        return Counters(step=len(self.ran))
 
     def abandon(self, command):
         pass

@@ -56,18 +56,18 @@ def _adapter_of(base: Path, rank: int, targets: tuple[str, ...] | str) -> tuple[
     return config, {name: weight.shape for name, weight in weights.items()}
 
 
-def make_version(volume: Volume, base: Path, run_id: str, version: int, **facts: Any) -> weights_pb.Manifest:
+def make_version(volume: Volume, base: Path, run_id: str, version: int, **options: Any) -> weights_pb.Manifest:
     """Put a version on a volume, as a trainer would; its number seeds its weights."""
     return _describe(
-        volume.version(run_id, version), base, ServedModel(BASE, run_id, version), **{"seed": version, **facts}
+        volume.version(run_id, version), base, ServedModel(BASE, run_id, version), **{"seed": version, **options}
     )
 
 
-def make_checkpoint(volume: Volume, base: Path, path: str, seed: int, **facts: Any) -> weights_pb.Manifest:
+def make_checkpoint(volume: Volume, base: Path, path: str, seed: int, **options: Any) -> weights_pb.Manifest:
     """Put a sampler checkpoint on a volume, replacing any present one."""
     parsed = CheckpointPath.parse(path)
     return _describe(
-        volume.checkpoint(parsed), base, ServedModel(BASE, parsed.run_id, checkpoint=path), seed=seed, **facts
+        volume.checkpoint(parsed), base, ServedModel(BASE, parsed.run_id, checkpoint=path), seed=seed, **options
     )
 
 

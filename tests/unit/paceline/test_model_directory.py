@@ -79,9 +79,9 @@ def emptied(directory):
 
 def misplaced(directory):
     index = directory / "model.safetensors.index.json"
-    facts = json.loads(index.read_text())
-    facts["weight_map"]["model.norm.weight"] = facts["weight_map"]["model.embed_tokens.weight"]
-    index.write_text(json.dumps(facts))
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = content["weight_map"]["model.embed_tokens.weight"]
+    index.write_text(json.dumps(content))
 
 
 def doubled(directory):

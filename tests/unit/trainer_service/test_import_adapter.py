@@ -33,8 +33,8 @@ def run_id(volume):
     run_id = new_run_id()
     volume.run(run_id).mkdir(parents=True)
     parameters = asdict(LoraConfig(rank=4, alpha=8))
-    facts = {"run_id": run_id, "tenant": "team", "base_model": "tiny", "user_metadata": {}, "lora": parameters}
-    write_checked(volume.run(run_id) / RUN_FILE, facts)
+    content = {"run_id": run_id, "tenant": "team", "base_model": "tiny", "user_metadata": {}, "lora": parameters}
+    write_checked(volume.run(run_id) / RUN_FILE, content)
     return run_id
 
 

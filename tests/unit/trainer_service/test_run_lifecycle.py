@@ -105,12 +105,12 @@ async def test_an_attachment_whose_caller_left_does_not_undo_the_next_one(lifecy
     record = await lifecycle.create_run(TEAM, *REQUEST)
     began, go_on, written, real = Event(), Event(), Event(), registry_module.write_run_file
 
-    def slow(folder, facts):
-        if facts["attachment"] == 1:
+    def slow(folder, content):
+        if content["attachment"] == 1:
             began.set()
             go_on.wait()
-        real(folder, facts)
-        if facts["attachment"] == 1:
+        real(folder, content)
+        if content["attachment"] == 1:
             written.set()
 
     monkeypatch.setattr(registry_module, "write_run_file", slow)
@@ -179,21 +179,21 @@ async def test_no_two_clients_get_one_number_when_an_attachment_is_refused_while
     with pytest.raises(errors.DiskFull):
         await attaching
     assert await repeating == 2
-    facts = read_run_file(volume.run(record.run_id))
-    assert (facts["attachment"], facts["attached"]) == (2, {"one": 1, "another": 2})
+    content = read_run_file(volume.run(record.run_id))
+    assert (content["attachment"], content["attached"]) == (2, {"one": 1, "another": 2})
     assert await lifecycle.attach(record, "third") == 3
 
 
 async def test_what_else_is_written_meanwhile_does_not_attach_a_client_that_is_refused(lifecycle, volume, monkeypatch):
     began, go_on, real, written = Event(), Event(), registry_module.write_run_file, []
 
-    def refuse_clients(folder, facts):
+    def refuse_clients(folder, content):
         began.set()
         go_on.wait()
-        if facts["attachment"]:
+        if content["attachment"]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(folder, facts)
-        written.append(facts["attachment"])
+        real(folder, content)
+        written.append(content["attachment"])
 
     record = await lifecycle.create_run(TEAM, *REQUEST)
     monkeypatch.setattr(registry_module, "write_run_file", refuse_clients)

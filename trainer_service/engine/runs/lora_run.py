@@ -20,10 +20,10 @@ from paceline.errors import InvalidArgument, OutOfRange
 from paceline.layout import CONFIG_FILE, WEIGHTS_FILE
 from paceline.types import LoraConfig
 from paceline.weights import read_adapter_config
+from paceline.weights.adapter_config import adapter_config, check_adapter_config, scaling_alpha
 from trainer_service.engine.model.base_model import decoder_layers
 from trainer_service.engine.model.lora_linear import AdaptedLinear, Routing
 from trainer_service.engine.model.module_groups import GROUPS, AdapterGroups, adaptable_modules
-from trainer_service.engine.runs.adapter_config import adapter_config, check_adapter_config, scaling_alpha
 from trainer_service.engine.runs.async_save import SaveContent, TensorFile
 from trainer_service.engine.runs.run import EngineRun, seeded_rng_state
 from trainer_service.engine.runs.state_files import check_tensors, read_tensors

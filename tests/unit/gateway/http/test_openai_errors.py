@@ -87,7 +87,7 @@ def test_a_path_that_no_api_has_is_told_as_by_openai_below_v1(path, code):
 
 
 @pytest.mark.parametrize(
-    ("facts", "code"),
+    ("metadata", "code"),
     [
         ({"value": "1000", "minimum": "0", "maximum": "20"}, "integer_above_max_value"),
         ({"value": "-1", "minimum": "0", "maximum": "20"}, "integer_below_min_value"),
@@ -100,5 +100,5 @@ def test_a_path_that_no_api_has_is_told_as_by_openai_below_v1(path, code):
         ({}, "invalid_value"),
     ],
 )
-def test_a_number_or_length_out_of_range_is_told_by_its_kind_and_side(facts, code):
-    assert openai_error(errors.OutOfRange("x", metadata=facts)).code == code
+def test_a_number_or_length_out_of_range_is_told_by_its_kind_and_side(metadata, code):
+    assert openai_error(errors.OutOfRange("x", metadata=metadata)).code == code

@@ -19,8 +19,8 @@ def write(path, header: bytes):
 
 
 def empty_tensors(count, key="data_offsets"):
-    facts = f'{{"dtype":"F32","shape":[0],"{key}":[0,0]}}'
-    return ("{" + ",".join(f'"{index}":{facts}' for index in range(count)) + "}").encode()
+    entry = f'{{"dtype":"F32","shape":[0],"{key}":[0,0]}}'
+    return ("{" + ",".join(f'"{index}":{entry}' for index in range(count)) + "}").encode()
 
 
 def test_a_header_of_too_many_tensors_is_refused_before_it_is_parsed(tmp_path):

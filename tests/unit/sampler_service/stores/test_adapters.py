@@ -110,8 +110,8 @@ class Setup:
         self.stack.push_async_callback(registry.close)
         return registry
 
-    def publish(self, version: int, run_id: str = RUN, **facts) -> ModelRef:
-        make_version(self.volume, self.model, run_id, version, **facts)
+    def publish(self, version: int, run_id: str = RUN, **options) -> ModelRef:
+        make_version(self.volume, self.model, run_id, version, **options)
         return ModelRef(run_id=run_id, version=version)
 
 

@@ -21,7 +21,7 @@ from trainer_service.journal.format import (
     UNIT,
     AnswerRecord,
     CommandRecord,
-    Facts,
+    Counters,
     JournalDamagedError,
     RecordedError,
     decode_records,
@@ -326,7 +326,7 @@ async def test_a_journal_without_its_segments_or_with_a_command_missing_is_damag
 
 
 def test_a_record_comes_back_as_it_was():
-    records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Facts(3, 2, 4))]
+    records = [command(1), AnswerRecord(1, b"d", "OptimStep", b"reply", None, Counters(3, 2, 4))]
     assert decode_records(encode_records(records)) == records
 
 
@@ -477,7 +477,7 @@ async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
 
     async def write(directory):
         (directory / "weights").write_bytes(b"w" * 100)
-        return Facts(step=seq_id), answers
+        return Counters(step=seq_id), answers
 
     for seq_id in (2, 3, 5):
         await store.save(seq_id, 100, write)
@@ -485,7 +485,7 @@ async def test_a_snapshot_comes_back_whole_or_not_at_all(tmp_path):
     assert store.drop_old() == 3
     assert {path.name for path in (tmp_path / "snapshots").iterdir()} == {"3", "5", "4.bak"}
     snapshot = store.newest()
-    assert (snapshot.seq_id, snapshot.facts, snapshot.answers) == (5, Facts(step=5), answers)
+    assert (snapshot.seq_id, snapshot.counters, snapshot.answers) == (5, Counters(step=5), answers)
     (snapshot.directory / "weights").write_bytes(b"v" * 100)
     assert store.newest().seq_id == 3
     assert layout.find_quarantined(tmp_path) == ["snapshots/5.damaged-1"]

@@ -17,7 +17,7 @@ from paceline.rpc.identity import Identity
 from paceline.types import CheckpointKind
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.journal.format import CommandRecord, Facts
+from trainer_service.journal.format import CommandRecord, Counters
 from trainer_service.journal.history import read_history
 from trainer_service.journal.journal import RunJournal
 from trainer_service.journal.snapshots import SnapshotStore
@@ -104,7 +104,7 @@ async def test_journals_snapshots_and_loaded_checkpoints_count(volume, counted):
 
     async def snapshot(directory: Path):
         await write(directory)
-        return Facts(), []
+        return Counters(), []
 
     for seq_id in (1, 2, 3):
         await journal.append(CommandRecord(seq_id, "ForwardBackward", A, bytes(10_000)), sync=True)

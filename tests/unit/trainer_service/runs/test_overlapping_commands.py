@@ -68,7 +68,7 @@ async def test_the_journal_says_what_held_at_a_commands_place_whenever_it_is_ans
     await run.send(2)
     rest.may_end.set()
     await saving
-    steps = {seq_id: record.facts.step for seq_id, record in run.history().answers.items()}
+    steps = {seq_id: record.counters.step for seq_id, record in run.history().answers.items()}
     assert steps == {1: 1, 2: 2}
 
 

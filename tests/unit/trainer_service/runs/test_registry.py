@@ -23,7 +23,7 @@ from paceline.types import CheckpointKind, LoraConfig, RunState
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import SnapshotPolicy
 from trainer_service.failpoints import NO_FAILPOINTS
-from trainer_service.journal.format import Facts
+from trainer_service.journal.format import Counters
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.limits.gates import ByteGate
 from trainer_service.recovery import Recovery
@@ -86,7 +86,7 @@ async def take_snapshot(record, executor, seq_id):
     async def write(directory):
         (directory / "weights").write_bytes(b"w" * 1000)
         await record.sequencer.answered(seq_id, executor)
-        return Facts(step=seq_id), list(record.sequencer.answers)
+        return Counters(step=seq_id), list(record.sequencer.answers)
 
     await record.sequencer.journal.rotate()
     await record.snapshots.save(seq_id, 1000, write)
@@ -356,7 +356,7 @@ async def test_a_snapshot_and_the_folders_above_it_are_synced_before_the_journal
     # The last folder to be made gets its name last, and its parent is synced with that name in it.
     for parent in (volume.root, volume.runs, folder, folder / "snapshots"):
         assert parent in synced
-    assert {path.name for path in synced} >= {"weights", "facts.json", "answers", "SHA256SUMS"}
+    assert {path.name for path in synced} >= {"weights", "counters.json", "answers", "SHA256SUMS"}
 
 
 @pytest.mark.parametrize("parts", ["sampler/x", "state/x", "versions/1", "snapshots/2", "loads/3"])

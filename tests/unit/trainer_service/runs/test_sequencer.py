@@ -463,7 +463,7 @@ async def test_who_attached_last_outlives_the_service(run, tmp_path):
         attached={"first": 1, "second": 2},
     )
     again = JournaledRun(tmp_path / "again")
-    restored = RunRecord.from_facts(record.to_facts(), again.sequencer, None)
+    restored = RunRecord.from_run_file(record.to_run_file(), again.sequencer, None)
     assert (restored.attachment, restored.attached) == (2, {"first": 1, "second": 2})
     with pytest.raises(errors.ClientSuperseded):
         await again.send(1, attachment=1)
