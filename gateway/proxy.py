@@ -66,7 +66,7 @@ _ASK_SECONDS = 5.0
 _REFRESH_SECONDS = 30.0
 """How often a connected service is asked again."""
 _RETRY_SECONDS = 1.0
-"""How soon one is asked again that did not answer."""
+"""How soon one is asked again that did not answer, or refuses all requests."""
 START_SECONDS = 60.0
 """How long a service may take to come up before it counts as down."""
 _CONNECTING = {grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING}
@@ -177,7 +177,8 @@ class Router:
     The package in the method's name selects the service. A sampler gets calls only while it is reachable and serves the
     trainer's base model, by name and weights. Of these, the one with the fewest calls in flight is chosen. A sampler
     that has not served the version yet counts as having `spill_in_flight` more calls, because it would have to load the
-    version; one that refuses all requests comes last.
+    version; one that refuses all requests comes last. It would have the fewest calls in flight, since it fails them at
+    once.
     """
 
     def __init__(self, trainer: Upstream, samplers: Sequence[Upstream], spill_in_flight: int) -> None:
@@ -290,8 +291,10 @@ class Router:
             yield
         except (grpc.aio.AioRpcError, errors.Unavailable) as failure:
             is_away = not isinstance(failure, grpc.aio.AioRpcError) or failure.code() in _AWAY
-            if key and is_away:
-                self._holders.discard(key, upstream)
+            if is_away:
+                upstream.ask_again()
+                if key:
+                    self._holders.discard(key, upstream)
             raise
         else:
             if key:
@@ -405,6 +408,11 @@ class Upstream:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._up.wait(), seconds)
 
+    def ask_again(self) -> None:
+        """Ask the service now whether it refuses requests, unless it does anyway: a call found it unavailable."""
+        if self.ready and not self._is_refusing():
+            self._to_ask.set()
+
     async def close(self) -> None:
         """Close the channel."""
         for task in self._tasks:
@@ -439,7 +447,8 @@ class Upstream:
                 await asyncio.wait_for(self._to_ask.wait(), seconds)
             self._to_ask.clear()
             if self._connected:
-                seconds = _REFRESH_SECONDS if await self._ask() else _RETRY_SECONDS
+                is_settled = await self._ask() and not self._is_refusing()
+                seconds = _REFRESH_SECONDS if is_settled else _RETRY_SECONDS
 
     async def _ask(self) -> bool:
         """Ask the connected service for its base model; return whether it answered."""
@@ -455,6 +464,9 @@ class Upstream:
             self._set(State.READY, base)
             self.settled.set()
         return answered
+
+    def _is_refusing(self) -> bool:
+        return self.base is not None and bool(self.base.refusal)
 
     def _lasting_base(self) -> ServedBase | None:
         return self.base if self.name == "trainer" else None

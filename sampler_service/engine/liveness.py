@@ -1,10 +1,12 @@
-"""Waiting for an engine that may die meanwhile."""
+"""Waiting for an engine that may die meanwhile, or has died."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+
+from paceline.errors import EngineUnavailable
 
 T = TypeVar("T")
 
@@ -24,3 +26,12 @@ async def while_alive(check_health: Callable[[], Awaitable[None]], work: Awaitab
         return await task
     finally:
         task.cancel()
+
+
+async def until_alive(check_health: Callable[[], Awaitable[None]]) -> None:
+    """Wait until an engine is alive: a dead one is restarted, or its service ends."""
+    while True:
+        try:
+            return await check_health()
+        except EngineUnavailable:
+            await asyncio.sleep(HEALTH_SECONDS)

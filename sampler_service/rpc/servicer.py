@@ -78,8 +78,16 @@ class SamplerServicer(Base):
             max_num_samples=settings.max_num_samples,
             sampler_id=settings.name_for_trainer,
             agreements=self._agreement.agreements(current_identity()),
-            refusal=self._agreement.refusal,
+            refusal=self._agreement.refusal or await self._death(),
         )
+
+    async def _death(self) -> str:
+        """Return why the engine answers nothing; empty if it does."""
+        try:
+            await self._engine.check_health()
+        except errors.EngineUnavailable as error:
+            return error.message
+        return ""
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
         quotas = self._sampler.quotas(current_identity().tenant)

@@ -15,6 +15,7 @@ from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
 from paceline.weights import absent, check_finite
+from sampler_service.engine.liveness import until_alive
 from sampler_service.engine.protocol import Adapter, SamplerEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stores.base import Arrival, Arrivals, Lease, Listeners, SharedFetches, VersionResolver, run_of
@@ -272,6 +273,9 @@ class VersionRegistry:
             try:
                 await staged.verified()
                 await numbers
+                # The engine may have died since. An active version is acknowledged, and a publish may wait for that, so
+                # it is active only once requests can use it: when the next engine has it, or has lost it.
+                await until_alive(self._engine.check_health)
                 return self._activate(version, arrival)
             finally:
                 # Neither active nor lost: it is damaged, deleted, or another was faster.

@@ -253,10 +253,11 @@ class VersionResolver:
                 self._pushed[run] = {number for number in numbers if VersionKey(run, number) in held}
 
     def announced(self, run_id: str, version: int, newest: int) -> bool:
-        """Record that the trainer announced a version and which it calls the newest; return whether to go on to it.
+        """Record that the trainer announced a version; return whether to go on to it.
 
-        The newest may be on its way to the volume, or be one that the trainer still has to recreate after a crash.
-        Meanwhile a sampler goes on to an older one only from one that is older still.
+        The run's newest version does not exceed `newest`. It may be on its way to the volume, or be one that the
+        trainer still has to make again after a crash. Meanwhile a sampler goes on to an older one only from one that is
+        older still.
         """
         if version < newest and not 0 < self.newest(run_id) < version:
             return False

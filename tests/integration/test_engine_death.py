@@ -77,6 +77,17 @@ async def test_vllm_that_is_killed_comes_back_with_its_versions(model, volume, t
         assert client.metric("engine_restarts_total") == 1
 
 
+async def test_a_sampler_says_that_its_engine_is_dead_until_it_is_back(client):
+    async def refusal():
+        return (await client.call("GetServerInfo", pb.GetServerInfoRequest())).refusal
+
+    assert not await refusal()
+    await client.engine.stop()
+    assert await refusal()
+    await comes_back(client)
+    assert not await refusal()
+
+
 async def test_a_version_whose_files_were_lost_is_fetched_again_by_itself(model, volume, trainer, client):
     ref = await published(model, volume, trainer, 1)
     tokens = await greedy(client, ref)

@@ -16,6 +16,7 @@ from support.stacks.gateway_stack import CREDENTIAL, Sampler, bearer, gateway, s
 
 from gateway.keys import add_key
 from gateway.proxy import Proxy, Router, Upstream
+from paceline import errors
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import CredentialInterceptor
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
@@ -188,6 +189,36 @@ async def test_a_sampler_that_is_down_is_passed_over_and_taken_again_when_it_is_
             async with serving(Sampler("goes"), port=goes):
                 await asyncio.wait_for(_until_served_by("goes", client, metadata), PATIENCE)
             assert {await _served_by(client, metadata) for _ in range(10)} == {"stays"}
+
+
+async def test_a_sampler_whose_engine_is_dead_is_passed_over_and_taken_again_when_it_is_back(tmp_path):
+    metadata = _metadata(tmp_path)[:1]
+    lives, dies = Sampler("lives"), Sampler("dies")
+    async with (
+        serving(lives) as one,
+        serving(dies) as two,
+        gateway(one, [two, one], tmp_path / "keys.json") as client,
+    ):
+        assert await _served_by(client, metadata) == "dies"  # the first of two that are idle
+        dies.error, dies.refusal = errors.EngineUnavailable("the engine died"), "the engine died"
+        lives.gate.clear()  # it has calls in flight from now on, and the other one has none
+        lives.reached[3] = asyncio.Event()
+        for _ in range(1000):  # far fewer fail until the gateway has asked; without that, many more
+            first = asyncio.create_task(_served_by(client, metadata))
+            while not (first.done() or lives.running):
+                await asyncio.wait({first}, timeout=0.01)
+            if lives.running:
+                break
+            assert isinstance(first.exception(), grpc.aio.AioRpcError)
+        else:
+            pytest.fail("the sampler whose engine is dead gets all calls")
+        calls = [first]
+        calls += [asyncio.create_task(_served_by(client, metadata)) for _ in range(2)]
+        await asyncio.wait_for(lives.reached[3].wait(), PATIENCE)
+        lives.gate.set()
+        assert await asyncio.gather(*calls) == ["lives"] * 3
+        dies.error, dies.refusal = None, ""
+        await asyncio.wait_for(_until_served_by("dies", client, metadata), PATIENCE)
 
 
 async def _until_served_by(name, client, metadata) -> None:

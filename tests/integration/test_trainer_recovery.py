@@ -3,7 +3,7 @@
 import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import grpc
@@ -313,3 +313,50 @@ def test_a_trainer_that_stops_ends_the_watches_after_the_publishes_that_need_the
         assert watch.code() is grpc.StatusCode.OK
         said.put(None)
     assert trainer.service.wait(PATIENCE)
+
+
+@contextmanager
+def watching(trainer, *held):
+    """Yield a sampler's watch, once it is welcomed, and a function that sends a message on it."""
+    said = SimpleQueue()
+    said.put(weights_pb.WatchVersionsRequest(hello=weights_pb.Hello(sampler_id="one", held=held)))
+    with grpc.insecure_channel(f"127.0.0.1:{trainer.port}") as channel:
+        watch = WeightServiceStub(channel).WatchVersions(
+            iter(said.get, None), timeout=PATIENCE, metadata=peer_metadata("")
+        )
+        assert next(watch).HasField("welcome")
+        yield watch, said.put
+        said.put(None)
+
+
+def test_a_kill_between_the_announcement_of_a_version_and_its_answer_sends_no_sampler_back(trainer):
+    assert trainer.start(failpoints="after_execute:4")
+    with trainer.connect() as stub:
+        run = WarmRun(stub)
+        run.publish(durable=True)
+        run.step()
+        publish = pb.PublishWeightsRequest(run_id=run.run_id, seq_id=4, wait_for=pb.ACK_POLICY_ALL)
+        with watching(trainer) as (watch, say):
+            publishing = stub.PublishWeights.future(publish)
+            second = next(one for one in announced(watch) if one.manifest.model.version == 2).manifest.model
+            ack = weights_pb.Acknowledgement(run_id=run.run_id, version=2, blake3=second.blake3, sampler_id="one")
+            say(weights_pb.WatchVersionsRequest(acknowledgement=ack))
+            assert trainer.service.wait(PATIENCE)
+        assert publishing.exception(PATIENCE), "it was answered before the kill"
+        held = weights_pb.HeldVersion(run_id=run.run_id, version=2, blake3=second.blake3, newest=True)
+        # The run is not restored here: the replay of its step kills each engine.
+        assert trainer.start(failpoints="engine_OptimStep:1+")
+        with watching(trainer, held) as (watch, _):
+            trainer.service.stop()
+            assert not [one for one in announced(watch) if one.newest_version < 2]
+        with suppress(ProcessLookupError):  # it is ending
+            trainer.kill()
+        assert trainer.service.wait(PATIENCE)
+        assert trainer.start()
+        with watching(trainer, held):
+            assert run.call("PublishWeights", publish).model == second
+
+
+def announced(watch):
+    """Yield the announcements of a watch until it ends."""
+    return (message.announcement for message in watch if message.HasField("announcement"))

@@ -90,9 +90,10 @@ class Publisher:
         self._manifests: dict[Path, pb.Manifest] = {}
         """Manifests of the staged versions, by directory."""
         self._returning: dict[str, int] = {}
-        """Newest version of each run whose versions may come back: those that had not reached the volume at a crash.
+        """For each run whose versions may come back after a crash of the trainer, a number that none of them exceeds.
 
-        Samplers may serve the newest of them, so until then an older one is not announced as the newest.
+        Those come back that had not reached the volume. Samplers may serve one of them, so until then no other is
+        announced as the newest.
         """
 
         self.on_missing: Callable[[RunRecord], object] = lambda run: None
@@ -106,7 +107,7 @@ class Publisher:
         for run in self._registry:
             run.latest_version = max([run.latest_version, *self._listed(run.run_id)])
             if not run.is_restored:
-                self._returning[run.run_id] = run.latest_version
+                self._returning[run.run_id] = _highest_returning(run)
             self._announce_newest(run)
 
     def all_returned(self, run: RunRecord) -> None:
@@ -503,6 +504,12 @@ class Publisher:
             final = self._final(model.run_id, model.version)
             announcement.volume_path = str(final.relative_to(self._volume.root))
         return announcement
+
+
+def _highest_returning(run: RunRecord) -> int:
+    """Return a number that no version exceeds which the run's journal brings back."""
+    # A publish without an answer may have announced its version before the crash, under any number that was reserved.
+    return max(run.latest_version, run.version_limit) if run.sequencer.must_publish else run.latest_version
 
 
 def _check_original(manifest: pb.Manifest, original: str | None) -> None:

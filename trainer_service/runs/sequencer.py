@@ -232,6 +232,12 @@ class Sequencer:
         """Commands that have not ended, in order."""
         return sorted(key for key, one in self._waiting.by_seq_id.items() if not one.state.has_ended)
 
+    @property
+    def must_publish(self) -> bool:
+        """Whether a PublishWeights that was accepted has no answer."""
+        commands = (one.command for one in self._waiting.by_seq_id.values())
+        return any(command.method == "PublishWeights" and command.refusal is None for command in commands)
+
     def _statuses(self, seq_ids: Sequence[int]) -> list[CommandStatus]:
         """Return what has become of commands, in the given order."""
         arrived = [one for seq_id in seq_ids if (one := self._waiting.by_seq_id.get(seq_id)) is not None]

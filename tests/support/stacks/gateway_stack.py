@@ -132,6 +132,8 @@ class Sampler(SamplerServiceServicer):
         return sampler_pb.GetUsageResponse(quotas=[quota_pb2.Quota(name="versions", used=1, limit=16)])
 
     async def Sample(self, request, context):
+        if self.error is not None:
+            raise self.error
         with self._counted():
             await self.gate.wait()
         return sampler_pb.SampleResponse(model=model_pb2.ServedModel(base_model=self.name))

@@ -68,13 +68,21 @@ def copied(staged: StagedAdapter, directory: Path) -> StagedAdapter:
 
 
 class GatedEngine(HfEngine):
-    """Removes adapters when the gate is open, and knows those that it has."""
+    """Removes adapters when the gate is open, knows those that it has, and can be as good as dead."""
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
         self.gate = asyncio.Event()
         self.gate.set()
         self.adapters: set[str] = set()
+        self.dies_after_load = False
+        self.found_dead = asyncio.Event()
+
+    async def check_health(self) -> None:
+        await super().check_health()
+        if self.adapters and self.dies_after_load:
+            self.found_dead.set()
+            raise errors.EngineUnavailable("the engine died; it is restarting")
 
     async def add_adapter(self, adapter: Adapter) -> LoadTimes:
         times = await super().add_adapter(adapter)
@@ -291,6 +299,21 @@ async def test_loading_time_is_told_and_nothing_when_it_was_there(setup):
     ref = setup.publish(1)
     assert (await use(registry, ref)).load_milliseconds > 0
     assert (await use(registry, ref)).load_milliseconds == 0
+
+
+async def test_a_version_that_is_verified_while_the_engine_is_dead_is_active_only_once_it_is_back(setup):
+    registry = setup.registry()
+    active = []
+    registry.listeners.loaded.append(active.append)
+    ref = setup.publish(1)
+    setup.engine.dies_after_load = True
+    fetching = asyncio.create_task(registry.fetch(VersionKey(ref.run_id, ref.version)))
+    await until(lambda: fetching.done() or setup.engine.found_dead.is_set())
+    assert not active
+    assert not loaded(registry)
+    setup.engine.dies_after_load = False
+    assert await fetching in registry
+    assert active
 
 
 async def test_a_version_that_does_not_come_in_time_is_an_error(setup):
