@@ -383,8 +383,8 @@ class RunExecutor:
         try:
             await sequencer.journal.rotate()
             await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
-            held = await sequencer.journal.drop(await asyncio.to_thread(snapshots.drop_old))
-            await asyncio.to_thread(snapshots.unpin, held)
+            first_kept = await sequencer.journal.drop(await asyncio.to_thread(snapshots.drop_old))
+            await asyncio.to_thread(snapshots.unpin, first_kept)
         except (errors.PacelineError, OSError) as error:
             _log.warning("snapshot not saved; the journal is kept", run=self._run.run_id, error=str(error))
         finally:

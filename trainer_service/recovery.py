@@ -182,6 +182,26 @@ class Recovery:
         await run.sequencer.recover()
         run.counters_before_replay = run.counters_before_replay or run.counters()
         executor, engines_lost = self._run_executor(run), self._registry.engines_lost
+        await self._rebuild_or_lose(run, executor)
+        if run.state is RunState.LOST:
+            await self.offer_snapshot(run)
+        # Work on the disk does not notice that the engine died meanwhile, and with it what was rebuilt.
+        run.in_engine = run.state is RunState.READY and self._registry.engines_lost == engines_lost
+        if run.state is RunState.LOST:
+            # A lost run has nothing to replay them between: each answers at its place that the state is lost.
+            for seq_id in run.sequencer.overtaken:
+                await run.sequencer.execute_again(seq_id, executor)
+        if self._registry.engines_lost != engines_lost:
+            raise errors.EngineUnavailable("the engine died while the run was restored")
+        run.counters_before_replay, run.counters_at_start, run.is_restored = None, run.counters(), True
+        if again := run.sequencer.outstanding:
+            # If one of them ends the service each time, this is the last that its log says of the run.
+            _log.info("commands without an answer execute now", run=run.run_id, first=again[0], number=len(again))
+        run.sequencer.start(executor)
+        self._spawn(self._await_versions(run, executor))
+
+    async def _rebuild_or_lose(self, run: RunRecord, executor: RunExecutor) -> None:
+        """Rebuild a run from its snapshot and journal. If they do not suffice, it is LOST."""
         try:
             size = await asyncio.to_thread(self._storage.journal_bytes, run.run_id)
             async with self._memory.hold(size):
@@ -189,23 +209,12 @@ class Recovery:
                 run.state = RunState.READY if past.has_state else RunState.LOST
                 if past.has_state:
                     await self._rebuild(run, past, executor)
-                del past
+                del past  # it counts as this run's memory until here
         except JournalDamagedError as damage:
             await self._mark_lost(run, damage)
             run.damage.append(await run.sequencer.journal.start_over())
         except ReplayFailedError as failure:  # the journal is kept: another engine may replay it
             await self._mark_lost(run, failure)
-        if run.state is RunState.LOST:
-            await self.offer_snapshot(run)
-        run.in_engine = run.state is RunState.READY and self._registry.engines_lost == engines_lost
-        if run.state is RunState.LOST:
-            for seq_id in run.sequencer.overtaken:
-                await run.sequencer.replay(seq_id, executor)
-        if self._registry.engines_lost != engines_lost:
-            raise errors.EngineUnavailable("the engine died while the run was restored")
-        run.counters_before_replay, run.counters_at_start, run.is_restored = None, run.counters(), True
-        run.sequencer.start(executor)
-        self._spawn(self._await_versions(run, executor))
 
     async def _read(self, run: RunRecord) -> StoredCommands:
         """Read a run's commands and answers, also answers that the volume had no room for. Raises as the storage."""
@@ -240,11 +249,11 @@ class Recovery:
             if before := past.history.answers.get(seq_id):
                 await self._replay(run, Command.from_record(past.history.commands[seq_id]), before)
                 place = before.counters
-            elif seq_id in run.sequencer.overtaken:
+            elif seq_id in run.sequencer.overtaken:  # a save or a publish: it reads the state that is rebuilt so far
                 run.set_place(place)
-                await run.sequencer.replay(seq_id, executor)
+                await run.sequencer.execute_again(seq_id, executor)
                 place = run.counters()
-            else:  # it no longer needed the engine when that died: it has ended, or will end
+            else:  # it no longer needed the engine when that died: it has ended since, or will end by itself
                 place = run.sequencer.place(seq_id) or place
             self._failpoints.hit("during_recovery")
         run.set_place(place)

@@ -658,7 +658,7 @@ async def test_a_load_is_replayed_although_the_volume_does_not_take_what_was_pub
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         await commander.send(pb.PublishWeightsRequest)
         await asyncio.gather(*trainer.publisher._copies._tasks(trainer.run.run_id), return_exceptions=True)
-        trainer.run.sequencer.hold()
+        trainer.run.sequencer.pause()
         await trainer.recovery.recover(trainer.run)
         await commander.train()
     assert trainer.publisher.find(trainer.run, 1)
@@ -879,7 +879,7 @@ async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, m
     crash(trainer)
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
-    trainer.run.sequencer.hold()
+    trainer.run.sequencer.pause()
     await trainer.recovery.recover(trainer.run)
     await trainer.commander.train()  # an answer that comes after those of all commands before the crash
     await trainer.publisher.settled(trainer.run.run_id)

@@ -168,7 +168,7 @@ class RunJournal:
         return await self._between_writes(self._start_over)
 
     async def drop(self, seq_id: int) -> int:
-        """Remove the segments in which every command is at or below `seq_id`; return the first command still held."""
+        """Remove the segments in which every command is at or below `seq_id`; return the first command still there."""
         return await asyncio.to_thread(self._drop, seq_id)
 
     async def flush(self) -> None:

@@ -287,20 +287,22 @@ class Publisher:
 
     def _announce_newest(self, run: RunRecord) -> None:
         """Announce the newest intact version of a run, unless a newer one comes back."""
-        on_volume = set(self._listed(run.run_id))
-        staged = {
-            number: manifest
-            for number in layout.numbered(self._staging / run.run_id)
-            if (manifest := self._manifests.get(self._staged(run.run_id, number)))
-        }
-        for number in sorted(on_volume | staged.keys(), reverse=True):
-            manifest = self._read_intact(run, number) if number in on_volume else staged[number]
-            if manifest is not None:
-                if number >= self._returning.get(run.run_id, 0):
-                    self._announce(manifest, on_volume=number in on_volume)
-                elif number in on_volume:
-                    self._hub.remember_on_volume(self._announcement(manifest, on_volume=True))
-                return
+        for number, is_on_volume in self._existing(run.run_id):
+            staged = self._manifests.get(self._staged(run.run_id, number))
+            manifest = self._read_intact(run, number) if is_on_volume else staged
+            if manifest is None:
+                continue
+            if number >= self._returning.get(run.run_id, 0):
+                self._announce(manifest, on_volume=is_on_volume)
+            elif is_on_volume:
+                # Samplers stay with what they have until then; those that load from the volume may have nothing.
+                self._hub.remember_on_volume(self._announcement(manifest, on_volume=True))
+            return
+
+    def _existing(self, run_id: str) -> list[tuple[int, bool]]:
+        """Return the numbers of a run's versions, newest first, each with whether it is on the volume."""
+        on_volume, staged = set(self._listed(run_id)), set(layout.numbered(self._staging / run_id))
+        return [(number, number in on_volume) for number in sorted(on_volume | staged, reverse=True)]
 
     def _read_intact(self, run: RunRecord, number: int) -> pb.Manifest | None:
         """Read the manifest of a version on the volume; return None if it cannot be read. Set a damaged one aside."""

@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Command:
-    """A command of a run. What it asks for is held once: serialized until the journal has it, then decoded."""
+    """A command of a run. What it asks for is in memory once: serialized until the journal has it, then decoded."""
 
     seq_id: int
     method: str

@@ -237,7 +237,7 @@ class RunRegistry:
         self.engines_lost += 1
         for record in self._runs.values():
             record.in_engine = record.is_restored = False
-            record.sequencer.hold()
+            record.sequencer.pause()
 
     def drain(self) -> None:
         """Refuse commands that have not started; those in a journal execute after the next startup."""

@@ -14,7 +14,8 @@ that state, so answers may come out of order. The following holds all the same:
   of one is in the journal before the result of the next becomes visible.
 - A command that replaces the run's state (LoadCheckpoint) starts when all commands before it are answered.
 - When the engine or the service dies, a command without an answer executes again at its place in the order: `recover`
-  leaves commands that later ones have overtaken to `replay`, which runs between the replays of the commands around it.
+  leaves commands that later ones have overtaken to `execute_again`, which runs between the replays of the commands
+  around it.
 - The `step` and `next_version` that the journal keeps with an answer are those at the command's place (`Counters`).
 - A snapshot of the run after a command is completed when all commands up to that one are answered (`answered`), so that
   no command needs what the snapshot makes superfluous.
@@ -48,7 +49,10 @@ from trainer_service.runs.status import CommandStatus, StatusStream, status_of_a
 _log = get_logger(__name__)
 
 REPEATABLE = frozenset({"ForwardBackward", "OptimStep"})
-"""Commands that reply the same when executed again, so their replies need not be durable before they are sent."""
+"""Commands that do the same when executed again, and reply the same except for times that they measure.
+
+Their replies need not be durable before they are sent.
+"""
 _NOT_DURABLE = frozenset({PendingState.HELD, PendingState.WRITING})
 _MAX_SKIPPED = 1 << 20
 """How far ahead of its last command a lost run may continue: far above the commands that can have been lost."""
@@ -267,13 +271,13 @@ class Sequencer:
         self._executor = executor
         self._advance()
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         """Execute nothing before the next `start`."""
         self._previous_executor, self._executor = self._executor or self._previous_executor, None
         self._notify()
 
     async def recover(self) -> None:
-        """After `hold`, roll back what died with the engine; commands that no longer need the engine continue."""
+        """After `pause`, roll back what died with the engine; commands that no longer need the engine continue."""
         await self._engine_unused()
         if self._previous_executor is not None:
             await self._previous_executor.close()
@@ -282,15 +286,15 @@ class Sequencer:
 
     @property
     def overtaken(self) -> list[int]:
-        """Commands without an answer that `replay` has to execute again before later ones continue."""
+        """Commands without an answer that `execute_again` has to execute before later ones continue."""
         return [
             seq_id
             for seq_id in sorted(self._waiting.by_seq_id)
             if seq_id < self.executed and self._must_execute_again(seq_id)
         ]
 
-    async def replay(self, seq_id: int, executor: Executor) -> None:
-        """Execute a command again at its place, until the next may start. Raises EngineUnavailable."""
+    async def execute_again(self, seq_id: int, executor: Executor) -> None:
+        """Execute a command without an answer at its place, until the next may start. Raises EngineUnavailable."""
         pending = self._waiting.by_seq_id.get(seq_id)
         if pending is not None and not await self._begin(pending, executor):
             raise errors.EngineUnavailable("the engine died while the run was restored")
@@ -419,7 +423,7 @@ class Sequencer:
                     deaths = self.attempts[command.seq_id] = self.attempts[command.seq_id] + 1
                     _log.error("engine died during a command", seq_id=command.seq_id, attempts=deaths)
                     await self.journal.append(AttemptRecord(command.seq_id), sync=True)
-                self.hold()
+                self.pause()
                 return
             self._failpoints.hit("after_execute")
             counters = executor.counters()

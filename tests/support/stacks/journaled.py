@@ -139,13 +139,13 @@ class JournaledRun:
         """Execute again the commands that later ones overtook, then start."""
         await self.sequencer.recover()
         for seq_id in self.sequencer.overtaken:
-            await self.sequencer.replay(seq_id, self.executor)
+            await self.sequencer.execute_again(seq_id, self.executor)
         self.start()
 
     async def held(self):
         """Wait until the engine has died, and what was executing there has ended; stop the run as the service does."""
         await self.executor.died.wait()
-        self.sequencer.hold()
+        self.sequencer.pause()
         await self.sequencer.recover()
 
     def history(self):
@@ -171,5 +171,5 @@ async def leave_runs():
     """Start no more commands of the runs that a test leaves: closing its event loop ends the commands before them."""
     yield
     for run in _OPEN:
-        run.sequencer.hold()
+        run.sequencer.pause()
     _OPEN.clear()

@@ -95,3 +95,11 @@ def test_readme_teaches_in_ten_lines_of_client_code():
     assert code
     assert len(code[1].splitlines()) == 10
     compile(code[1], "README.md", "exec")
+
+
+def test_every_test_that_the_page_of_kills_names_exists():
+    named = set(re.findall(r"`(test_\w+)`", page("kills.md")))
+    files = [ROOT / name for name in FILES if name.startswith("tests/") and name.endswith(".py")]
+    defined = {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text())}
+    assert named
+    assert named <= defined, named - defined

@@ -178,7 +178,7 @@ async def test_a_snapshot_waits_for_the_commands_up_to_it_and_is_given_up_with_t
     await run.send(4)
     given_up = asyncio.ensure_future(run.sequencer.answered(4, run.executor))
     await asyncio.sleep(0)
-    run.sequencer.hold()
+    run.sequencer.pause()
     with pytest.raises(errors.EngineUnavailable):
         await given_up
     rest.may_end.set()

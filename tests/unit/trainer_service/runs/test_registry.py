@@ -468,7 +468,7 @@ async def test_a_step_whose_answer_found_no_room_is_in_the_run_that_is_rebuilt(v
             patch.setattr(layout, "write_all", write_once)
             command = Command.of(pb.OptimStepRequest(run_id=RUN, seq_id=6), TEAM.tenant)
             assert (await run.sequencer.execute(command)).step == 6
-            run.sequencer.hold()
+            run.sequencer.pause()
             run.in_engine = run.is_restored = False
             doing = Rebuilding(gate)
             recovery = Recovery(
