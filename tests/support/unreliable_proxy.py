@@ -4,10 +4,11 @@ import asyncio
 from random import Random
 
 import grpc
+from google.protobuf import descriptor_pool
 
 
 class UnreliableProxy(grpc.GenericRpcHandler):
-    """Forwards unary calls as bytes. While `faulty`, most of them suffer a fault."""
+    """Forwards calls as bytes, also with streams of replies. While `faulty`, most of them suffer a fault."""
 
     def __init__(self, upstream: str, seed: int) -> None:
         self.faulty = True
@@ -37,20 +38,51 @@ class UnreliableProxy(grpc.GenericRpcHandler):
         await self._channel.close()
 
     def service(self, handler_call_details):
-        call = self._channel.unary_unary(handler_call_details.method)
+        method = handler_call_details.method
+        if _has_stream(method):
+            return grpc.unary_stream_rpc_method_handler(self._streamed(self._channel.unary_stream(method)))
+        call = self._channel.unary_unary(method)
 
         async def forward(request, context):
-            given = context.invocation_metadata()
-            metadata = tuple((key, value) for key, value in given if key.startswith("x-") or key == "authorization")
+            metadata = _passed_on(context)
             try:
                 return await self._troubled(lambda: call(request, metadata=metadata, timeout=60), context)
             except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+                await _abort_as(error, context)
 
         return grpc.unary_unary_rpc_method_handler(forward)
 
+    def _streamed(self, call):
+        async def forward(request, context):
+            metadata = _passed_on(context)
+            fault = self._fault()
+            if fault == "lose request":
+                self.faults += 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
+            if fault == "delay":
+                self.faults += 1
+                await asyncio.sleep(self._random.uniform(0, 0.03))
+            streams = [call(request, metadata=metadata) for _ in range(2 if fault == "twice" else 1)]
+            self.faults += len(streams) - 1
+            try:
+                async for reply in streams[-1]:
+                    if fault == "lose reply" and self._random.random() < 0.5:  # the first, or a later one
+                        self.faults += 1
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way back")
+                    yield reply
+            except grpc.aio.AioRpcError as error:
+                await _abort_as(error, context)
+            finally:
+                for stream in streams:
+                    stream.cancel()
+
+        return forward
+
+    def _fault(self):
+        return self._random.choice(("none", "lose request", "lose reply", "twice", "delay")) if self.faulty else "none"
+
     async def _troubled(self, send, context):
-        fault = self._random.choice(("none", "lose request", "lose reply", "twice", "delay")) if self.faulty else "none"
+        fault = self._fault()
         if fault == "lose request":
             self.faults += 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
@@ -72,3 +104,18 @@ def _reply(outcome):
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
+
+
+def _has_stream(method):
+    service, _, name = method.removeprefix("/").partition("/")
+    methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
+    return methods[name].server_streaming
+
+
+def _passed_on(context):
+    given = context.invocation_metadata()
+    return tuple((key, value) for key, value in given if key.startswith("x-") or key == "authorization")
+
+
+async def _abort_as(error, context):
+    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
