@@ -16,38 +16,26 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from support.models.tiny_models import make_tiny_llama
+from support.patience import PATIENCE
 from support.stacks.cluster import wait_for
+from support.stacks.trainer_parts import TEAM, TrainerParts
 
 from paceline import codec, errors, layout, weights
-from paceline.requests.waiting_bytes import WaitingBytes
-from paceline.rpc.identity import Identity
 from paceline.trainer.v1 import trainer_service_pb2 as pb
-from paceline.types import CheckpointKind, Datum, FullParameters, LoraConfig
+from paceline.types import CheckpointKind, Datum, FullParameters
 from paceline.weights.v1 import weight_service_pb2 as wpb
-from trainer_service.checkpoints.store import CheckpointStore
-from trainer_service.commands import CommandExecutor, SnapshotPolicy
 from trainer_service.engine_link.client import EngineProcess
 from trainer_service.engine_link.options import EngineOptions
-from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.journal.format import AnswerRecord
-from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
-from trainer_service.limits.gates import ByteGate
-from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
-from trainer_service.publish.publisher import Publisher
-from trainer_service.publish.watch_hub import AckPolicy, Watcher, WatchHub
-from trainer_service.recovery import Recovery
-from trainer_service.run_lifecycle import RunLifecycle
+from trainer_service.publish.watch_hub import AckPolicy, Watcher
 from trainer_service.runs.command import Command
 from trainer_service.runs.progress import CommandProgress
-from trainer_service.runs.registry import RunRegistry
-from trainer_service.runs.storage import RunStorage
-from trainer_service.settings import TrainerSettings
 from trainer_service.volume_files import read_run_file
 
-TEAM = "team"
 SNAPSHOT_AFTER = 4
 """In commands."""
 KEPT_VERSIONS = 8
+COPY = shutil.copy2
 ADAM = pb.AdamwParams(learning_rate=1e-3)
 DATUM = Datum(np.arange(4, dtype=np.int32), {"target_tokens": np.arange(4), "weights": np.ones(4, np.float32)})
 
@@ -55,15 +43,17 @@ DATUM = Datum(np.arange(4, dtype=np.int32), {"target_tokens": np.arange(4), "wei
 class SlowCopy(Watcher):
     """Blocks the copy of an announced version to the volume, by a lease on one of the files to copy."""
 
-    def __init__(self, publisher, run):
+    def __init__(self, trainer):
         super().__init__("slow copy", {})
-        self.publisher, self.run = publisher, run
+        self.trainer = trainer
         self.file = -1
 
     def announce(self, announcement):
         if not announcement.volume_path:
             version = announcement.manifest.model.version
-            self.file = os.open(self.publisher.find(self.run, version) / layout.CONFIG_FILE, os.O_RDONLY)
+            self.file = os.open(
+                self.trainer.publisher.find(self.trainer.run, version) / layout.CONFIG_FILE, os.O_RDONLY
+            )
             fcntl.fcntl(self.file, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # opening it now blocks
 
     def go_on(self):
@@ -75,16 +65,17 @@ class SlowCopy(Watcher):
 class Commander:
     """Sends a run's commands, in order, as the service does."""
 
-    def __init__(self, run, volume):
-        self.run = run
-        self.version = volume.version(run.run_id, 1)
-        self.snapshot = volume.run(run.run_id) / "snapshots" / str(SNAPSHOT_AFTER)
+    def __init__(self, trainer):
+        volume, run_id = trainer.volume, trainer.run.run_id
+        self.trainer = trainer
+        self.version = volume.version(run_id, 1)
+        self.snapshot = volume.run(run_id) / "snapshots" / str(SNAPSHOT_AFTER)
         self.seq_id = 0
 
     def send(self, message, **fields):
         self.seq_id += 1
-        request = message(run_id=self.run.run_id, seq_id=self.seq_id, **fields)
-        return asyncio.ensure_future(self.run.sequencer.execute(Command.of(request, TEAM)))
+        request = message(run_id=self.trainer.run.run_id, seq_id=self.seq_id, **fields)
+        return asyncio.ensure_future(self.trainer.run.sequencer.execute(Command.of(request, TEAM)))
 
     async def train(self):
         await self.send(
@@ -104,13 +95,22 @@ def full_disk(monkeypatch, name, number=errno.ENOSPC):
         yield
 
 
+@contextmanager
+def full_for_the_first(monkeypatch):
+    """Make a disk that takes any version but the first."""
+
+    def copy(source, target):
+        if source.parent.name == "1":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return COPY(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
+        yield
+
+
 def unreadable(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-async def copies_ended(trainer):
-    """Wait for the copies of the run's versions that are in progress, whether they succeed or not."""
-    await asyncio.gather(*trainer.publisher._copies._tasks(trainer.run.run_id), return_exceptions=True)
 
 
 @pytest.fixture(autouse=True)
@@ -127,142 +127,105 @@ async def engine(tmp_path_factory, forked_engines):
         yield engine
 
 
+@pytest.fixture
+def keep_versions():
+    return KEPT_VERSIONS
+
+
 @pytest_asyncio.fixture(loop_scope="module")
-async def trainer(engine, tmp_path):
-    """The service's parts, assembled in this process; only the engine runs in its own."""
-    settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path / "volume", min_free_bytes=0, insecure=True)
-    volume = layout.Volume(settings.checkpoint_dir)
-    storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
-    guard = DiskGuard(volume=volume)
-    registry = RunRegistry(volume, storage, guard)
-    checkpoints, hub = CheckpointStore(volume), WatchHub()
-    group = BroadcastGroup(GroupOptions("127.0.0.1:0", "gloo", 10), hub)
+async def trainer(engine, tmp_path, keep_versions):
+    async with TrainerParts(engine, tmp_path, keep_versions, SNAPSHOT_AFTER) as parts:
+        yield parts
 
-    def spawn(work):
-        tasks.append(asyncio.create_task(work))
 
-    publisher = Publisher(
-        engine, registry, hub, volume, tmp_path / "staging", KEPT_VERSIONS, NO_FAILPOINTS, group, guard
-    )
-    executor = CommandExecutor(settings, engine, registry, checkpoints, publisher, guard)
-    policy = SnapshotPolicy(commands=SNAPSHOT_AFTER, journal_bytes=1 << 30, seconds=1e9)
-    tasks = []
-    recovery = Recovery(
-        engine,
-        storage,
-        publisher,
-        executor,
-        policy,
-        ByteGate(0),
-        NO_FAILPOINTS,
-        spawn,
-        checkpoints,
-        registry,
-    )
-    lifecycle = RunLifecycle(64, engine, registry, checkpoints, publisher, recovery.start)
-    await registry.restore()
-    publisher.start()
-    run = await lifecycle.create_run(Identity(TEAM), "request", b"digest", "", LoraConfig(rank=4, alpha=8), {})
-    slow = SlowCopy(publisher, run)
-    yield SimpleNamespace(
-        guard=guard,
-        hub=hub,
-        commander=Commander(run, volume),
-        slow=slow,
-        publisher=publisher,
-        run=run,
-        executor=executor,
-        recovery=recovery,
-        lifecycle=lifecycle,
-    )
+@pytest.fixture
+def commander(trainer):
+    return Commander(trainer)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def slow(trainer):
+    slow = SlowCopy(trainer)
+    yield slow
     slow.go_on()
-    await registry.close()
-    await publisher.stop()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_copy_starts_when_the_answer_to_the_publish_is_durable(trainer, monkeypatch):
-    answered_at_copy = []
-    journal, copy2 = trainer.run.sequencer.journal, shutil.copy2
+async def test_the_copy_starts_when_the_answer_to_the_publish_is_durable(trainer, commander, monkeypatch):
+    go_on, journal = asyncio.Event(), trainer.run.sequencer.journal
     append = journal.append
 
-    def copy(*arguments):
-        answered_at_copy.append(trainer.run.sequencer.answers.counters(1) is not None)
-        return copy2(*arguments)
-
     async def append_late(record):
-        await asyncio.sleep(0.3)  # a copy that did not wait would end meanwhile
+        await go_on.wait()
         await append(record, sync=True)
 
     def append_answers_late(record, *, sync):
         is_answer = isinstance(record, AnswerRecord)
         return asyncio.ensure_future(append_late(record)) if is_answer else append(record, sync=sync)
 
-    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
     monkeypatch.setattr(journal, "append", append_answers_late)
     monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 60.0)
-    await trainer.commander.send(pb.PublishWeightsRequest)
-    await trainer.publisher.settled(trainer.run.run_id)
-    assert answered_at_copy
-    assert all(answered_at_copy)
-    assert (trainer.commander.version / layout.WEIGHTS_FILE).exists()
+    publishing = commander.send(pb.PublishWeightsRequest)
+    copied = asyncio.create_task(asyncio.to_thread(wait_for, commander.version.exists))
+    assert not (await asyncio.wait({copied}, timeout=0.5))[0]
+    go_on.set()
+    await publishing
+    await copied
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_silent_sampler_does_not_keep_a_version_from_the_volume(trainer, monkeypatch):
+async def test_a_silent_sampler_does_not_keep_a_version_from_the_volume(trainer, commander, monkeypatch):
     monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 0.05)
     await trainer.hub.join(sampler := Watcher("silent", {}))
-    publishing = trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
-    await asyncio.to_thread(wait_for, trainer.commander.version.exists)
+    publishing = commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
+    await asyncio.to_thread(wait_for, commander.version.exists)
     assert not publishing.done()
     await acknowledge(trainer, sampler)
     await publishing
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_version_that_is_copied_after_a_newer_one_does_not_stay_in_memory(trainer, monkeypatch):
+async def test_a_version_that_is_copied_after_a_newer_one_does_not_stay_in_memory(trainer, commander, monkeypatch):
     monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 60.0)
     await trainer.hub.join(sampler := Watcher("slow", {}))
-    first = trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
-    await trainer.commander.send(pb.PublishWeightsRequest)
-    await asyncio.to_thread(wait_for, trainer.commander.version.with_name("2").exists)
-    assert not trainer.commander.version.exists()
+    first = commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=60_000)
+    await commander.send(pb.PublishWeightsRequest)
+    await asyncio.to_thread(wait_for, commander.version.with_name("2").exists)
+    assert not commander.version.exists()
     await acknowledge(trainer, sampler)
     await first
     await trainer.publisher.settled(trainer.run.run_id)
-    assert trainer.commander.version.exists()
-    assert layout.numbered(trainer.publisher._staging / trainer.run.run_id) == [2]
+    assert commander.version.exists()
+    assert trainer.staged() == [2]
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_version_is_on_the_volume_although_no_sampler_acknowledged_it(trainer, monkeypatch):
+async def test_a_version_is_on_the_volume_although_no_sampler_acknowledged_it(trainer, commander, monkeypatch):
     monkeypatch.setattr("trainer_service.publish.volume_copies.ANSWER_SECONDS", 60.0)
     await trainer.hub.join(Watcher("silent", {}))
     with pytest.raises(errors.AckTimeout):
-        await trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=10)
+        await commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=10)
     await trainer.publisher.settled(trainer.run.run_id)
-    assert (trainer.commander.version / layout.WEIGHTS_FILE).exists()
+    assert (commander.version / layout.WEIGHTS_FILE).exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_before_a_load_answers(trainer):
-    commander = trainer.commander
-    await trainer.hub.join(trainer.slow)
+async def test_before_a_load_answers(trainer, commander, slow):
+    await trainer.hub.join(slow)
     kind = CheckpointKind.STATE.value
     path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
     await commander.send(pb.PublishWeightsRequest)
     loading = commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
     assert not (await asyncio.wait({loading}, timeout=1))[0]
     assert not commander.version.exists()
-    trainer.slow.go_on()
+    slow.go_on()
     await loading
     assert (commander.version / layout.WEIGHTS_FILE).exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_before_a_snapshot_counts(trainer):
-    commander = trainer.commander
-    await trainer.hub.join(trainer.slow)
+async def test_before_a_snapshot_counts(trainer, commander, slow):
+    await trainer.hub.join(slow)
     await commander.send(pb.PublishWeightsRequest)
     for _ in range(SNAPSHOT_AFTER - 1):
         await commander.train()
@@ -270,161 +233,226 @@ async def test_before_a_snapshot_counts(trainer):
     assert not (await asyncio.wait({appearing}, timeout=1))[0]
     assert any(commander.snapshot.parent.glob(".new-*/*")), "the state itself is written"
     assert not commander.version.exists()
-    trainer.slow.go_on()
+    slow.go_on()
     await appearing
     assert (commander.version / layout.WEIGHTS_FILE).exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing_staged(trainer, monkeypatch):
-    commander, publisher, run_id = trainer.commander, trainer.publisher, trainer.run.run_id
+async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing_staged(
+    trainer, commander, monkeypatch
+):
+    run_id = trainer.run.run_id
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await commander.send(pb.PublishWeightsRequest)
-        await copies_ended(trainer)
+        await trainer.copies_failed(1)
     assert not commander.version.exists()
-    await publisher.settled(run_id)
+    await trainer.publisher.settled(run_id)
     assert (commander.version / layout.WEIGHTS_FILE).exists()
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         await commander.send(pb.PublishWeightsRequest)
-        await copies_ended(trainer)
+        await trainer.copies_failed(2)
     for _ in range(KEPT_VERSIONS):
         await commander.send(pb.PublishWeightsRequest, durable=True)
-    await publisher.settled(run_id)
-    assert layout.numbered(publisher._staging / run_id) == [2 + KEPT_VERSIONS]
+    await trainer.publisher.settled(run_id)
+    assert trainer.staged() == [2 + KEPT_VERSIONS]
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_there_is_room(trainer, monkeypatch):
-    publisher, run_id, checks = trainer.publisher, trainer.run.run_id, []
+async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_there_is_room(
+    trainer, commander, monkeypatch
+):
+    checks, copy2 = [], shutil.copy2
 
-    def free(directory, size):
+    def check_free(directory, size):
         checks.append(size)
         if len(checks) < 3:
             raise errors.DiskFull("full")
 
+    def copy(source, target):
+        if not checks:
+            monkeypatch.setattr(trainer.guard, "check_free", check_free)
+            unreadable()
+        return copy2(source, target)
+
     monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(publisher._copies, "_guard", SimpleNamespace(check_free=free, measure=NO_GUARD.measure))
+    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
     await trainer.hub.join(sampler := Watcher("one", {}))
-    with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
-        await trainer.commander.send(pb.PublishWeightsRequest)
-        await copies_ended(trainer)
-    await asyncio.to_thread(wait_for, (trainer.commander.version / layout.WEIGHTS_FILE).exists)
-    await publisher.settled(run_id)
-    size = sum(path.stat().st_size for path in publisher.find(trainer.run, 1).iterdir())
+    await commander.send(pb.PublishWeightsRequest)
+    await asyncio.to_thread(wait_for, (commander.version / layout.WEIGHTS_FILE).exists)
+    await trainer.publisher.settled(trainer.run.run_id)
+    size = sum(path.stat().st_size for path in trainer.publisher.find(trainer.run, 1).iterdir())
     assert checks == [size] * 3
     assert announced(sampler) == [(1, 1), (1, 1)]  # when it was staged, and when it was on the volume
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_it_takes_one(trainer, monkeypatch):
-    publisher, run, copies = trainer.publisher, trainer.run, trainer.publisher._copies
-    tried, at_once = [], set()
+async def test_a_volume_that_fails_is_asked_to_take_one_version_at_a_time_until_it_takes_one(
+    trainer, commander, monkeypatch
+):
+    tried, at_once, copying = [], [], threading.Lock()
 
     def failing(source, _):
-        tried.append(int(source.parent.name))
-        at_once.add(len(copies._in_progress))
+        tried.append(source.parent.name)
+        if not copying.acquire(blocking=False):
+            at_once.append(source.parent.name)
+            unreadable()
+        threading.Event().wait(0.02)  # for another copy to come at the same time
+        copying.release()
         unreadable()
 
-    async def try_five_times():
-        assert run.run_id in copies._timers, "it is tried again by itself"
+    async def take_turns():
+        """Wait until each version is tried in its turn, and see that then none is tried beside another."""
+        await asyncio.to_thread(wait_for, lambda: "32132" in "".join(tried))
         tried.clear()
         at_once.clear()
-        with monkeypatch.context() as soon:
-            soon.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.01)
-            copies._copy_next(run.run_id)
-            await asyncio.to_thread(wait_for, lambda: len(tried) >= 5)
-        copies._cancel_timer(run.run_id)
-        await copies_ended(trainer)
+        await asyncio.to_thread(wait_for, lambda: len(tried) >= 6)
+        assert "".join(tried[:6]) in "321321321"
+        assert not at_once
 
+    monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.01)
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 3600.0)
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", failing)
         for _ in range(3):
-            await trainer.commander.send(pb.PublishWeightsRequest)
-        await copies_ended(trainer)
-        await try_five_times()
-        assert tried[:5] == [3, 2, 1, 3, 2]
-        assert at_once == {1}
-        crash(trainer)
-        shutil.rmtree(publisher._staging / run.run_id, ignore_errors=True)
-        for version in (1, 2, 3):
-            await publisher.recreate(run, version, version, "")
-        await copies_ended(trainer)
-        await try_five_times()
-        assert tried[:5] == [3, 2, 1, 3, 2]
-        assert at_once == {1}
+            await commander.send(pb.PublishWeightsRequest)
+        await take_turns()
+        await trainer.restart()
         tried.clear()
-        with pytest.raises(OSError, match="Input/output error"):
-            await publisher.settled(run.run_id)
-        assert len(tried) == 1
-    publisher._copies._copy_next_after(0.0, run.run_id)
-    versions = trainer.commander.version.parent
-    await asyncio.to_thread(wait_for, lambda: sorted(layout.numbered(versions)) == [1, 2, 3], 30)
+        for version in (1, 2, 3):
+            await trainer.publisher.recreate(trainer.run, version, version, "")
+        await take_turns()
+    versions = commander.version.parent
+    await asyncio.to_thread(wait_for, lambda: sorted(layout.numbered(versions)) == [1, 2, 3])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_who_needs_the_volume_is_refused_at_the_first_version_that_it_does_not_take(
+    trainer, commander, monkeypatch
+):
+    tried = []
+
+    def failing(source, _):
+        tried.append(source.parent.name)
+        unreadable()
+
+    monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 3600.0)
+    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", failing)
+    for _ in range(3):
+        await commander.send(pb.PublishWeightsRequest)
+    await trainer.copies_failed(3)
+    tried.clear()
+    with pytest.raises(OSError, match="Input/output error"):
+        await trainer.publisher.settled(trainer.run.run_id)
+    assert len(tried) == 1
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("how", ["settled", "recreated"])
-async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer, monkeypatch, how):
-    commander, publisher, run = trainer.commander, trainer.publisher, trainer.run
+async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer, commander, monkeypatch, how):
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
         for _ in range(2):
             await commander.send(pb.PublishWeightsRequest)
-        await copies_ended(trainer)
-    size = sum(path.stat().st_size for path in publisher.find(run, 1).iterdir())
+        await trainer.copies_failed(2)
+    size = sum(path.stat().st_size for path in trainer.publisher.find(trainer.run, 1).iterdir())
     room = size + size // 2  # for one of them
+    if how == "recreated":
+        await trainer.restart()
 
     def usage(_):
         return SimpleNamespace(free=room - size * len(layout.numbered(commander.version.parent)))
 
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.limits.disk_guard.shutil.disk_usage", usage)
-        if how == "settled":
-            with pytest.raises(errors.DiskFull):
-                await publisher.settled(run.run_id)
-            assert len(layout.numbered(commander.version.parent)) == 1
-        else:
-            crash(trainer)
+        if how == "recreated":
             for version in (1, 2):
-                await publisher.recreate(run, version, version, "")
-            await copies_ended(trainer)
-            assert layout.numbered(commander.version.parent) == [1]
-    await publisher.settled(run.run_id)
+                await trainer.publisher.recreate(trainer.run, version, version, "")
+        with pytest.raises(errors.DiskFull):
+            await trainer.publisher.settled(trainer.run.run_id)
+        assert len(layout.numbered(commander.version.parent)) == 1
+    await trainer.publisher.settled(trainer.run.run_id)
     assert sorted(layout.numbered(commander.version.parent)) == [1, 2]
 
 
+class CopiesInHand:
+    """Two copies of a trainer: that of version 2 goes on when told, that of version 1 fails and starts again so."""
+
+    def __init__(self, trainer, monkeypatch):
+        self.trainer, self.monkeypatch = trainer, monkeypatch
+        self.go_on = {"1": threading.Event(), "2": threading.Event()}
+        self.fail, self.is_full, self.refused = threading.Event(), False, 0
+        self.has_failed = self.has_started_again = False
+
+    async def publish(self, commander):
+        """Publish both, until version 1 waits for room and version 2 is being copied."""
+        self.monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.01)
+        self.monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", self.copy)
+        for _ in range(2):
+            await commander.send(pb.PublishWeightsRequest)
+        self.monkeypatch.setattr(self.trainer.guard, "check_free", self.check_free)
+        self.is_full = True
+        self.fail.set()
+        await asyncio.to_thread(wait_for, lambda: self.refused)
+
+    async def start_again(self):
+        """Make room for version 1; return when its copy has started again."""
+        self.is_full = False
+        await asyncio.to_thread(wait_for, lambda: self.has_started_again)
+
+    def check_free(self, *_):
+        if self.is_full:
+            self.refused += 1
+            refuse_space()
+
+    def copy(self, source, target):
+        version = source.parent.name
+        if version == "1" and not self.has_failed:
+            self.fail.wait(PATIENCE)
+            self.has_failed = True
+            unreadable()
+        self.has_started_again |= version == "1"
+        self.go_on[version].wait(PATIENCE)
+        return COPY(source, target)
+
+    def end(self):
+        """Let whatever still waits go on."""
+        for event in (self.fail, *self.go_on.values()):
+            event.set()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def copies_in_hand(trainer, monkeypatch):
+    copies = CopiesInHand(trainer, monkeypatch)
+    yield copies
+    copies.end()
+
+
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_copy_that_started_again_meanwhile_is_waited_for_too(trainer, monkeypatch):
-    publisher, run_id, copy2 = trainer.publisher, trainer.run.run_id, shutil.copy2
-    go_on = {"1": threading.Event(), "2": threading.Event()}
-
-    def copy(source, target):
-        go_on[source.parent.name].wait(30)
-        return copy2(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
-        await trainer.commander.send(pb.PublishWeightsRequest)
-        await copies_ended(trainer)
-    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
-    await trainer.commander.send(pb.PublishWeightsRequest)
-    settling = asyncio.create_task(publisher.settled(run_id))
-    await asyncio.sleep(0)
-    publisher._copies._copy_next(run_id)
-    go_on["2"].set()
-    assert not (await asyncio.wait({settling}, timeout=1))[0]
-    go_on["1"].set()
-    await settling
-    assert trainer.commander.version.exists()
+@pytest.mark.parametrize("how", ["settled", "forgotten"])
+async def test_a_copy_that_started_again_meanwhile_is_waited_for_too(trainer, commander, copies_in_hand, how):
+    await trainer.hub.join(sampler := Watcher("one", {}))
+    await copies_in_hand.publish(commander)
+    publisher, run = trainer.publisher, trainer.run
+    waiting = asyncio.create_task(publisher.settled(run.run_id) if how == "settled" else publisher.forget(run))
+    await asyncio.sleep(0)  # it begins
+    await copies_in_hand.start_again()
+    copies_in_hand.go_on["2"].set()
+    assert not (await asyncio.wait({waiting}, timeout=1))[0]
+    copies_in_hand.go_on["1"].set()
+    await waiting
+    assert commander.version.exists()
+    while how == "forgotten" and not sampler.outbox.empty():
+        last = sampler.outbox.get_nowait()
+    assert how == "settled" or last.WhichOneof("message") == "run_deleted"
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("superseded", [False, True])
-async def test_a_version_whose_name_was_not_synced_is_synced_again_or_superseded(trainer, monkeypatch, superseded):
-    publisher, commander, run_id = trainer.publisher, trainer.commander, trainer.run.run_id
+@pytest.mark.parametrize(("keep_versions", "superseded"), [(KEPT_VERSIONS, False), (1, True)])
+async def test_a_version_whose_name_was_not_synced_is_synced_again_or_superseded(
+    trainer, commander, monkeypatch, superseded
+):
     sync, fails, synced = layout.sync_directory, [True], []
 
     def sync_directory(directory):
@@ -437,13 +465,11 @@ async def test_a_version_whose_name_was_not_synced_is_synced_again_or_superseded
 
     monkeypatch.setattr("trainer_service.publish.volume_copies.layout.sync_directory", sync_directory)
     await commander.send(pb.PublishWeightsRequest)
-    await copies_ended(trainer)
+    await trainer.copies_failed(1)
     assert (commander.version.exists(), synced) == (True, [])
     if superseded:
-        publisher._keep_versions = 1
-        monkeypatch.setattr(publisher._copies, "_copy_next", lambda _: None)
         await commander.send(pb.PublishWeightsRequest, durable=True)
-    await publisher.settled(run_id)
+    await trainer.publisher.settled(trainer.run.run_id)
     assert synced
     assert commander.version.exists() is not superseded
 
@@ -463,43 +489,47 @@ def synced(monkeypatch):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("durable", [False, True])
-async def test_a_version_that_a_killed_trainer_copied_is_synced_before_anything_relies_on_it(trainer, synced, durable):
-    run, publisher, versions = trainer.run, trainer.publisher, trainer.commander.version.parent
-    await trainer.commander.send(pb.PublishWeightsRequest)
-    await publisher.settled(run.run_id)
-    crash(trainer)
+async def test_a_version_that_a_killed_trainer_copied_is_synced_before_anything_relies_on_it(
+    trainer, commander, synced, durable
+):
+    versions = commander.version.parent
+    await commander.send(pb.PublishWeightsRequest)
+    await trainer.publisher.settled(trainer.run.run_id)
+    await trainer.restart()
     synced.clear()  # the kill came before that
     if durable:  # its publish was not answered, and executes again
-        await publish_again(publisher, run)
+        await publish_again(trainer.publisher, trainer.run)
     else:
-        await publisher.recreate(run, 1, 1, "")
-        await publisher.settled(run.run_id)
+        await trainer.publisher.recreate(trainer.run, 1, 1, "")
+        await trainer.publisher.settled(trainer.run.run_id)
     assert versions in synced
     assert layout.numbered(versions) == [1]
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("why", ["the volume fails", "no sampler takes it"])
-async def test_a_publish_that_is_refused_is_recorded_with_the_version_that_it_made(trainer, monkeypatch, why):
+async def test_a_publish_that_is_refused_is_recorded_with_the_version_that_it_made(
+    trainer, commander, monkeypatch, why
+):
     silent = Watcher("silent", {})
     await trainer.hub.join(silent)
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2", errno.EIO):
         if why == "the volume fails":
             with pytest.raises(errors.Internal):
-                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+                await commander.send(pb.PublishWeightsRequest, durable=True)
         else:
             with pytest.raises(errors.AckTimeout):
-                await trainer.commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=20)
+                await commander.send(pb.PublishWeightsRequest, wait_for=AckPolicy.ALL.value, ack_timeout_ms=20)
     ((version, _),) = announced(silent)
-    record = trainer.run.sequencer.answers.get(trainer.commander.seq_id)
+    record = trainer.run.sequencer.answers.get(commander.seq_id)
     made = trainer.publisher.staged_manifest(trainer.publisher.find(trainer.run, version))
     assert (record.version, record.version_blake3) == (version, made.model.blake3)
     await trainer.publisher.settled(trainer.run.run_id)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_a_killed_trainer_kept_for_a_load_is_synced_before_the_load_is_answered(trainer, synced):
-    commander, run = trainer.commander, trainer.run
+async def test_what_a_killed_trainer_kept_for_a_load_is_synced_before_the_load_is_answered(trainer, commander, synced):
+    run = trainer.run
     path = (await commander.send(pb.SaveCheckpointRequest, name="a", kind=CheckpointKind.STATE.value)).checkpoint.path
     await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
     synced.clear()  # the kill came before that, and before the answer
@@ -509,30 +539,29 @@ async def test_what_a_killed_trainer_kept_for_a_load_is_synced_before_the_load_i
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_copy_that_is_cancelled_is_not_taken_for_made(trainer):
+async def test_a_copy_that_is_cancelled_is_not_taken_for_made(trainer, commander, slow):
     publisher, run_id = trainer.publisher, trainer.run.run_id
-    await trainer.hub.join(trainer.slow)
-    await trainer.commander.send(pb.PublishWeightsRequest)
+    await trainer.hub.join(slow)
+    await commander.send(pb.PublishWeightsRequest)
     settling = asyncio.create_task(publisher.settled(run_id))
     await asyncio.wait({settling}, timeout=0.5)
     settling.cancel()
-    trainer.slow.go_on()
-    await asyncio.gather(settling, *publisher._copies._tasks(run_id), return_exceptions=True)
+    slow.go_on()
+    await asyncio.gather(settling, return_exceptions=True)
     await publisher.settled(run_id)
-    assert trainer.commander.version.exists()
+    assert commander.version.exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_sampler_that_needs_the_volume_is_told_the_newest_version_there(trainer, monkeypatch):
+async def test_a_sampler_that_needs_the_volume_is_told_the_newest_version_there(trainer, commander, monkeypatch):
     run = trainer.run
-    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    await commander.send(pb.PublishWeightsRequest, durable=True)
+    await commander.send(pb.PublishWeightsRequest, durable=True)
     with (
         full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"),
         pytest.raises(errors.DiskFull),
     ):
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    run.latest_version = 3
+        await commander.send(pb.PublishWeightsRequest, durable=True)
     for _ in range(2):  # while the trainer lives, and after a crash while it restores version 3
         late = Watcher("late", {(run.run_id, 1): ""}, {run.run_id: 1}, needs_volume=True)
         await trainer.hub.join(late)
@@ -541,70 +570,41 @@ async def test_a_sampler_that_needs_the_volume_is_told_the_newest_version_there(
         assert message.volume_path
         assert late.outbox.empty()
         await trainer.hub.leave(late)
-        crash(trainer)
+        await trainer.restart()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_deletion_waits_for_copies_that_start_again_meanwhile(trainer, monkeypatch):
-    publisher, run, copy2 = trainer.publisher, trainer.run, shutil.copy2
-    go_on = {"1": threading.Event(), "2": threading.Event()}
-
-    def copy(source, target):
-        go_on[source.parent.name].wait(30)
-        return copy2(source, target)
-
-    await trainer.hub.join(sampler := Watcher("one", {}))
-    with monkeypatch.context() as patch:
-        patch.setattr("trainer_service.publish.volume_copies.shutil.copy2", unreadable)
-        await trainer.commander.send(pb.PublishWeightsRequest)
-        await copies_ended(trainer)
-    monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", copy)
-    await trainer.commander.send(pb.PublishWeightsRequest)
-    forgetting = asyncio.create_task(publisher.forget(run))
-    await asyncio.sleep(0)
-    publisher._copies._copy_next(run.run_id)
-    go_on["2"].set()
-    assert not (await asyncio.wait({forgetting}, timeout=1))[0]
-    go_on["1"].set()
-    await forgetting
-    assert not publisher._copies._tasks(run.run_id)
-    while not sampler.outbox.empty():
-        last = sampler.outbox.get_nowait()
-    assert last.WhichOneof("message") == "run_deleted"
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_version_that_is_being_copied_counts_towards_its_tenants_bytes(trainer):
-    commander, size = trainer.commander, trainer.run.state_bytes(CheckpointKind.SAMPLER)
+async def test_a_version_that_is_being_copied_counts_towards_its_tenants_bytes(trainer, commander, slow):
+    size = trainer.run.state_bytes(CheckpointKind.SAMPLER)
     guard = trainer.guard
     guard.count_all()
     before = guard.used(TEAM)
     guard.limit = before + size + size // 2
-    await trainer.hub.join(trainer.slow)
+    await trainer.hub.join(slow)
     await commander.send(pb.PublishWeightsRequest)
     with pytest.raises(errors.QuotaExceeded):
         await commander.send(pb.PublishWeightsRequest)
-    trainer.slow.go_on()
+    slow.go_on()
     await trainer.publisher.settled(trainer.run.run_id)
     assert guard.used(TEAM) - before == sum(path.stat().st_size for path in commander.version.iterdir())
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_whole_model_is_found_again_although_a_crash_cut_off_its_comparison(trainer, monkeypatch):
-    run = await trainer.lifecycle.create_run(Identity(TEAM), "whole", b"digest", "", FullParameters(), {})
+async def test_a_whole_model_is_found_again_although_a_crash_cut_off_its_comparison(trainer, commander, monkeypatch):
+    run = await trainer.create_run("whole", FullParameters())
 
     made = (await publish_again(trainer.publisher, run)).model
     with monkeypatch.context() as patch:  # the crash comes before what was compared is removed
         patch.setattr("trainer_service.publish.publisher.shutil.rmtree", lambda *_, **__: None)
         await publish_again(trainer.publisher, run)
-    assert layout.numbered(trainer.commander.version.parents[2] / run.run_id / "versions") == [1]
+    assert layout.numbered(commander.version.parents[2] / run.run_id / "versions") == [1]
     assert (await publish_again(trainer.publisher, run)).model == made
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_whole_model_that_comes_back_different_never_gets_its_name(trainer, monkeypatch):
-    run = await trainer.lifecycle.create_run(Identity(TEAM), "whole_again", b"digest", "", FullParameters(), {})
-    version = trainer.commander.version.parents[2] / run.run_id / "versions" / "1"
+async def test_a_whole_model_that_comes_back_different_never_gets_its_name(trainer, commander, monkeypatch):
+    run = await trainer.create_run("whole_again", FullParameters())
+    version = commander.version.parents[2] / run.run_id / "versions" / "1"
     with monkeypatch.context() as patch:  # what a crash would leave
         patch.setattr("trainer_service.publish.publisher.shutil.rmtree", lambda *_, **__: None)
         await trainer.publisher.recreate(run, 1, 1, "the checksum of other weights")
@@ -614,15 +614,15 @@ async def test_a_whole_model_that_comes_back_different_never_gets_its_name(train
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_run_that_is_deleted_while_its_version_is_copied_is_not_announced_again(trainer):
-    await trainer.hub.join(trainer.slow)
-    await trainer.commander.send(pb.PublishWeightsRequest)
+async def test_a_run_that_is_deleted_while_its_version_is_copied_is_not_announced_again(trainer, commander, slow):
+    await trainer.hub.join(slow)
+    await commander.send(pb.PublishWeightsRequest)
     deleting = asyncio.create_task(trainer.lifecycle.delete_run(trainer.run, delete_checkpoints=False))
     assert not (await asyncio.wait({deleting}, timeout=0.5))[0]
-    trainer.slow.go_on()
+    slow.go_on()
     await deleting
     assert trainer.hub.newest(trainer.run.run_id) == 0
-    assert not trainer.commander.version.exists()
+    assert not commander.version.exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -631,9 +631,8 @@ async def test_a_run_that_is_deleted_while_its_version_is_copied_is_not_announce
     [(errno.ENOSPC, errors.DiskFull, "full"), (errno.EPERM, errors.Internal, "Operation not permitted")],
 )
 async def test_a_load_is_refused_as_long_as_the_volume_does_not_take_what_was_published_before(
-    trainer, monkeypatch, number, refusal, says
+    trainer, commander, monkeypatch, number, refusal, says
 ):
-    commander = trainer.commander
     kind = CheckpointKind.STATE.value
     path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
     await commander.send(pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy")
@@ -650,24 +649,26 @@ async def test_a_load_is_refused_as_long_as_the_volume_does_not_take_what_was_pu
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_load_is_replayed_although_the_volume_does_not_take_what_was_published_after_it(trainer, monkeypatch):
-    commander = trainer.commander
+async def test_a_load_is_replayed_although_the_volume_does_not_take_what_was_published_after_it(
+    trainer, commander, monkeypatch
+):
     kind = CheckpointKind.STATE.value
     path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
     await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         await commander.send(pb.PublishWeightsRequest)
-        await asyncio.gather(*trainer.publisher._copies._tasks(trainer.run.run_id), return_exceptions=True)
+        await trainer.copies_failed(1)
         trainer.run.sequencer.pause()
-        await trainer.recovery.recover(trainer.run)
+        await trainer.recover()
         await commander.train()
     assert trainer.publisher.find(trainer.run, 1)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_written(trainer, monkeypatch, number):
-    commander = trainer.commander
+async def test_what_a_command_has_done_stands_where_the_runs_file_cannot_be_written(
+    trainer, commander, monkeypatch, number
+):
     kind = CheckpointKind.STATE.value
     with full_disk(monkeypatch, "trainer_service.runs.registry.write_run_file", number):
         path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
@@ -690,24 +691,21 @@ def publish_again(publisher, run):
     return publish(publisher, run)
 
 
+def seal_others(directory, draft, seal=weights.seal):
+    """Seal a version as if it had other bytes."""
+    manifest = seal(directory, draft)
+    manifest.model.blake3 = "0" * len(manifest.model.blake3)
+    return manifest
+
+
 def refuse_space(*_):
     raise errors.DiskFull("the volume is full")
 
 
-def crash(trainer):
-    """Restart the publisher as after a crash, with nothing staged or announced and the run not restored."""
-    trainer.publisher._manifests.clear()
-    trainer.publisher._copies._failed.clear()
-    trainer.hub._newest.clear()
-    trainer.hub._newest_on_volume.clear()
-    trainer.run.is_restored = False
-    trainer.publisher.start()
-
-
 @pytest.mark.asyncio(loop_scope="module")
-async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(trainer):
-    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    crash(trainer)
+async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(trainer, commander):
+    await commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.restart()
     with pytest.raises(errors.EngineUnavailable):
         trainer.publisher.find(trainer.run, 2)
     trainer.publisher.all_returned(trainer.run)
@@ -716,15 +714,15 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_does_not_come_back_is_denied_at_once(trainer):
-    crash(trainer)
+async def test_what_does_not_come_back_is_denied_at_once(trainer, commander):
+    await trainer.restart()
     with pytest.raises(errors.VersionNotFound, match="none was published"):
         trainer.publisher.find(trainer.run, None)
-    trainer.publisher.all_returned(trainer.run)
+    await trainer.recover()
     for _ in range(KEPT_VERSIONS + 1):
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+        await commander.send(pb.PublishWeightsRequest, durable=True)
     await trainer.publisher.settled(trainer.run.run_id)
-    crash(trainer)
+    await trainer.restart()
     with pytest.raises(errors.VersionNotFound, match="no version 1, or no longer kept; 9 is the newest"):
         trainer.publisher.find(trainer.run, 1)
 
@@ -732,39 +730,35 @@ async def test_what_does_not_come_back_is_denied_at_once(trainer):
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("is_removed", [True, False])
 async def test_a_version_that_could_not_be_read_comes_back_when_its_run_is_restored_again(
-    trainer, monkeypatch, is_removed
+    trainer, commander, monkeypatch, is_removed
 ):
-    run, publisher = trainer.run, trainer.publisher
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"), pytest.raises(errors.DiskFull):
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    crash(trainer)
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.restart()
+    run, publisher = trainer.run, trainer.publisher
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.publish.publisher.weights.seal", unreadable)
         if not is_removed:  # as with too many open files, which keeps a folder from being listed too
             patch.setattr("trainer_service.publish.publisher.shutil.rmtree", lambda *_, **__: None)
         with pytest.raises(OSError, match="Input/output error"):
             await publisher.recreate(run, 1, 1, "")
-    assert (publisher._staging / run.run_id / "1").exists() is not is_removed
+    assert trainer.staged() == ([] if is_removed else [1])
     await publisher.recreate(run, 1, 1, "")
     publisher.all_returned(run)
     assert publisher.find(run, 1)
     await publisher.settled(run.run_id)
-    assert (trainer.commander.version / layout.WEIGHTS_FILE).exists()
+    assert (commander.version / layout.WEIGHTS_FILE).exists()
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_version_that_comes_back_is_not_denied_meanwhile_although_a_newer_one_is_on_the_volume(
-    trainer, monkeypatch
+    trainer, commander, monkeypatch
 ):
-    with (
-        full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"),
-        pytest.raises(errors.DiskFull),
-    ):
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.publisher._copies, "_copy_next", lambda _: None)  # version 1 stays where it is
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    crash(trainer)
+    with full_for_the_first(monkeypatch):
+        with pytest.raises(errors.DiskFull):
+            await commander.send(pb.PublishWeightsRequest, durable=True)
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+        await trainer.restart()
     with pytest.raises(errors.EngineUnavailable):
         trainer.publisher.find(trainer.run, 1)
     await trainer.publisher.recreate(trainer.run, 1, 1, "")
@@ -774,14 +768,14 @@ async def test_a_version_that_comes_back_is_not_denied_meanwhile_although_a_newe
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("comes_back", [True, False])
 async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_comes_back(
-    trainer, monkeypatch, comes_back
+    trainer, commander, monkeypatch, comes_back
 ):
-    await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
+    await commander.send(pb.PublishWeightsRequest, durable=True)
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
-                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    crash(trainer)
+                await commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.restart()
     sampler = Watcher("sampler", {(trainer.run.run_id, 3): ""})
     await trainer.hub.join(sampler)
     await trainer.publisher.recreate(trainer.run, 2, 2, "")
@@ -794,13 +788,14 @@ async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_c
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as_the_newest(trainer, monkeypatch):
-    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"), pytest.raises(errors.DiskFull):
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.publisher._copies, "_copy_next", lambda _: None)  # version 1 stays where it is
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    crash(trainer)
+async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as_the_newest(
+    trainer, commander, monkeypatch
+):
+    with full_for_the_first(monkeypatch):
+        with pytest.raises(errors.DiskFull):
+            await commander.send(pb.PublishWeightsRequest, durable=True)
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+        await trainer.restart()
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
     await trainer.publisher.recreate(trainer.run, 1, 1, "")
@@ -811,14 +806,14 @@ async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_newest_does_not_come_back(
-    trainer, monkeypatch
+    trainer, commander, monkeypatch
 ):
     sampler = Watcher("sampler", {})
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
-                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-        crash(trainer)
+                await commander.send(pb.PublishWeightsRequest, durable=True)
+        await trainer.restart()
         await trainer.hub.join(sampler)
         await trainer.publisher.recreate(trainer.run, 1, 1, "")
         await trainer.publisher.recreate(trainer.run, 2, 2, "the checksum of other weights")
@@ -831,57 +826,51 @@ async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_new
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("differs", [False, True])
 async def test_a_version_whose_publish_was_refused_comes_back_with_the_same_bytes_or_not_at_all(
-    trainer, monkeypatch, differs
+    trainer, commander, monkeypatch, differs
 ):
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"), pytest.raises(errors.DiskFull):
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    (answer,) = trainer.run.sequencer.answers
-    if differs:  # as where arithmetic is not deterministic
-        await trainer.commander.send(
-            pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="cross_entropy"
-        )
-        await trainer.commander.send(pb.OptimStepRequest, adamw=ADAM)
-    crash(trainer)
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+    await trainer.restart()
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
-    request = pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=1, durable=True)
-    await trainer.recovery._replay(trainer.run, Command.of(request, TEAM), answer)
+    if differs:  # as where arithmetic is not deterministic
+        monkeypatch.setattr("trainer_service.publish.publisher.weights.seal", seal_others)
+    await trainer.recover()
     await trainer.publisher.settled(trainer.run.run_id)
     assert announced(sampler)[:1] == ([] if differs else [(1, 1)])
-    assert trainer.commander.version.exists() is not differs
+    assert commander.version.exists() is not differs
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_damaged_version_that_cannot_be_set_aside_keeps_nothing_from_starting(trainer, monkeypatch):
+async def test_a_damaged_version_that_cannot_be_set_aside_keeps_nothing_from_starting(trainer, commander, monkeypatch):
     def unwritable(_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     for _ in range(2):
-        await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    (trainer.commander.version.parent / "2" / layout.MANIFEST_FILE).write_bytes(b"damaged")
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+    (commander.version.parent / "2" / layout.MANIFEST_FILE).write_bytes(b"damaged")
     monkeypatch.setattr("trainer_service.publish.publisher.layout.quarantine", unwritable)
-    crash(trainer)
-    trainer.publisher.all_returned(trainer.run)
+    await trainer.restart()
+    await trainer.recover()
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
     assert announced(sampler) == [(1, 1)]
     trainer.run.next_version = 2
-    assert (await trainer.commander.send(pb.PublishWeightsRequest)).model.version == 3
+    assert (await commander.send(pb.PublishWeightsRequest)).model.version == 3
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, monkeypatch):
+async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, commander, monkeypatch):
     with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
-                await trainer.commander.send(pb.PublishWeightsRequest, durable=True)
-    await trainer.commander.train()
-    crash(trainer)
+                await commander.send(pb.PublishWeightsRequest, durable=True)
+    await commander.train()
+    await trainer.restart()
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
-    trainer.run.sequencer.pause()
-    await trainer.recovery.recover(trainer.run)
-    await trainer.commander.train()  # an answer that comes after those of all commands before the crash
+    await trainer.recover()
+    await commander.train()  # an answer that comes after those of all commands before the crash
     await trainer.publisher.settled(trainer.run.run_id)
     assert {(2, 2)} <= set(announced(sampler)) <= {(1, 2), (2, 2)}  # the copy of version 1 may end last
     assert trainer.publisher.find(trainer.run, 1)
@@ -890,23 +879,24 @@ async def test_recovery_brings_versions_back_and_ends_with_the_newest(trainer, m
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_publish_that_executes_again_is_announced_as_the_newest_that_it_is(trainer):
+async def test_a_publish_that_executes_again_is_announced_as_the_newest_that_it_is(trainer, commander):
     silent = Watcher("silent", {})
     await trainer.hub.join(silent)
     first = asyncio.create_task(publish(trainer.publisher, trainer.run, AckPolicy.ALL))
-    while not trainer.commander.version.exists():  # noqa: ASYNC110 - nothing says when it is copied
+    while not commander.version.exists():  # noqa: ASYNC110 - nothing says when it is copied
         await asyncio.sleep(0.01)
-    crash(trainer)
+    first.cancel()
+    await trainer.restart()
+    await trainer.hub.join(silent)
     announced(silent)
     trainer.run.next_version = 1
     again = asyncio.create_task(publish(trainer.publisher, trainer.run, AckPolicy.ALL))
     while not (messages := announced(silent)):  # noqa: ASYNC110 - a watcher's messages are taken without waiting
         await asyncio.sleep(0.01)
     assert set(messages) == {(1, 1)}
-    blake3 = weights.read_manifest(trainer.commander.version).model.blake3
+    blake3 = weights.read_manifest(commander.version).model.blake3
     await trainer.hub.acknowledge(silent, wpb.Acknowledgement(run_id=trainer.run.run_id, version=1, blake3=blake3))
     assert [ack.version for ack in (await again).acknowledgements] == [1]
-    first.cancel()
 
 
 async def acknowledge(trainer, watcher):
@@ -932,11 +922,10 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
 
     saving = {"run_id": trainer.run.run_id, "name": "made", "kind": CheckpointKind.STATE.value, "overwrite": True}
     made = await execute(pb.SaveCheckpointRequest(seq_id=7, **saving))
-    trainer.slow.go_on()
     publishing = pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=8, durable=True)
     version = (await execute(publishing)).model.version
+    await trainer.restart()
     trainer.run.next_version = version
-    crash(trainer)
     monkeypatch.setattr(trainer.guard, "check_free", refuse_space)
     assert await execute(pb.SaveCheckpointRequest(seq_id=7, **saving)) == made
     assert (await execute(publishing)).model.version == version
@@ -947,45 +936,45 @@ async def test_what_a_command_made_before_a_crash_is_not_refused_when_it_execute
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("how", ["full disk", "poisoned", "unreadable"])
 async def test_a_version_whose_publish_is_refused_when_it_executes_again_is_the_number_of_no_other(
-    trainer, monkeypatch, how
+    trainer, commander, monkeypatch, how
 ):
     publishing = Command.of(pb.PublishWeightsRequest(run_id=trainer.run.run_id, seq_id=1), TEAM)
-    answer = (await trainer.executor.execute(trainer.run, publishing, CommandProgress())).answer
-    trainer.run.next_version = answer.model.version
-    crash(trainer)
+    with full_disk(monkeypatch, "trainer_service.publish.volume_copies.shutil.copy2"):
+        answer = (await trainer.executor.execute(trainer.run, publishing, CommandProgress())).answer
+        await trainer.restart()
+    await trainer.recover()
     if how == "poisoned":
         trainer.run.sequencer.attempts[1] = 99
         with pytest.raises(errors.PoisonedCommand):
-            await trainer.commander.send(pb.PublishWeightsRequest)
+            await commander.send(pb.PublishWeightsRequest)
     elif how == "unreadable":
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.publisher, "_final", unreadable)
+            patch.setattr(layout.Volume, "version", unreadable)
             with pytest.raises(errors.Internal):
-                await trainer.commander.send(pb.PublishWeightsRequest)
+                await commander.send(pb.PublishWeightsRequest)
     else:
         with monkeypatch.context() as patch:
             patch.setattr(trainer.guard, "check_free", refuse_space)
             with pytest.raises(errors.DiskFull):
-                await trainer.commander.send(pb.PublishWeightsRequest)
-    assert not trainer.commander.version.exists(), "samplers alone have seen it"
-    assert (await trainer.commander.send(pb.PublishWeightsRequest)).model.version == answer.model.version + 1
+                await commander.send(pb.PublishWeightsRequest)
+    assert not commander.version.exists(), "samplers alone have seen it"
+    assert (await commander.send(pb.PublishWeightsRequest)).model.version == answer.model.version + 1
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_number_is_used_only_once_it_is_durably_reserved(trainer, monkeypatch):
+async def test_a_number_is_used_only_once_it_is_durably_reserved(trainer, commander, monkeypatch):
     with full_disk(monkeypatch, "trainer_service.runs.registry.write_run_file"):
         for _ in range(2):
             with pytest.raises(errors.DiskFull):
-                await trainer.commander.send(pb.PublishWeightsRequest)
-    version = (await trainer.commander.send(pb.PublishWeightsRequest)).model.version
-    content = read_run_file(trainer.commander.snapshot.parents[1])
+                await commander.send(pb.PublishWeightsRequest)
+    version = (await commander.send(pb.PublishWeightsRequest)).model.version
+    content = read_run_file(commander.snapshot.parents[1])
     assert version == 3 <= content["version_limit"]
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("damage", ["a bit", "a file"])
-async def test_a_checkpoint_that_was_kept_for_a_replay_is_verified_when_it_is_loaded_again(trainer, damage):
-    commander = trainer.commander
+async def test_a_checkpoint_that_was_kept_for_a_replay_is_verified_when_it_is_loaded_again(trainer, commander, damage):
     kind = CheckpointKind.STATE.value
     path = (await commander.send(pb.SaveCheckpointRequest, name="before", kind=kind)).checkpoint.path
     await commander.send(pb.LoadCheckpointRequest, path=path, with_optimizer=True)
