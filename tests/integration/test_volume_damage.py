@@ -2,11 +2,11 @@
 
 import resource
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.patience import PATIENCE
 from support.stacks.cluster import wait_for
 from support.stacks.warm_trainer import DATUM, WarmRun
 
@@ -34,6 +34,12 @@ def folder_of(trainer, run):
 
 def snapshots(trainer, run):
     return sorted(path.name for path in (folder_of(trainer, run) / "snapshots").glob("[0-9]*"))
+
+
+def are_held(stub, run, seq_ids):
+    """Return whether these commands have arrived and wait for an earlier one."""
+    now = pb.FollowRequest(run_id=run.run_id, seq_ids=seq_ids, max_seconds=0.0)
+    return {reply.status.state for reply in stub.Follow(now, timeout=PATIENCE)} == {pb.COMMAND_STATE_HELD}
 
 
 def files_of(root):
@@ -140,7 +146,7 @@ def test_a_replay_without_its_snapshot_loads_the_checkpoint_that_was_loaded_and_
                 method = message.DESCRIPTOR.name.removesuffix("Request")
                 request = message(run_id=run.run_id, seq_id=seq_id, **fields)
                 later.append(threads.submit(run.call, method, request))
-            time.sleep(0.5)
+            wait_for(lambda: are_held(stub, run, [6, 7, 8, 9]))
             run.forward_backward()
             for answer in later:
                 answer.result()

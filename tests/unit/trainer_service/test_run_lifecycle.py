@@ -57,14 +57,24 @@ def volume(tmp_path):
 
 
 @pytest.fixture
-async def lifecycle(volume):
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+async def registry(volume):
     settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
     storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
     registry = RunRegistry(volume, storage, DiskGuard(volume=volume))
     await registry.restore()
-    publisher = SimpleNamespace(cancel_waits=nothing, forget=nothing)
-    yield RunLifecycle(64, Engine(), registry, CheckpointStore(volume), publisher, lambda *_: None)
+    yield registry
     await registry.close()
+
+
+@pytest.fixture
+def lifecycle(volume, engine, registry):
+    publisher = SimpleNamespace(cancel_waits=nothing, forget=nothing)
+    return RunLifecycle(64, engine, registry, CheckpointStore(volume), publisher, lambda *_: None)
 
 
 async def leave(work, monkeypatch, module, name):
@@ -86,10 +96,10 @@ async def leave(work, monkeypatch, module, name):
         go_on.set()
 
 
-async def test_a_run_is_made_once_when_its_caller_leaves_while_it_is_written(lifecycle, volume, monkeypatch):
+async def test_a_run_is_made_once_when_its_caller_leaves_while_it_is_written(lifecycle, engine, volume, monkeypatch):
     await leave(lifecycle.create_run(TEAM, *REQUEST), monkeypatch, registry_module, "write_run_file")
     record = await lifecycle.create_run(TEAM, *REQUEST)
-    assert lifecycle._engine.made == [record.run_id]
+    assert engine.made == [record.run_id]
     assert [folder.name for folder in volume.runs.iterdir()] == [record.run_id]
     assert {"journal", "run.json", "run.copy.json"} <= {path.name for path in volume.run(record.run_id).iterdir()}
 
@@ -133,7 +143,7 @@ REFUSALS = {"full": errors.DiskFull("full"), "failing": OSError(errno.EIO, os.st
 @pytest.mark.parametrize("reached_the_file", [False, True])
 @pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
 async def test_an_attachment_that_was_refused_supersedes_nobody_later_either(
-    lifecycle, volume, monkeypatch, refusal, reached_the_file
+    lifecycle, registry, volume, monkeypatch, refusal, reached_the_file
 ):
     real = registry_module.write_run_file
 
@@ -150,7 +160,7 @@ async def test_an_attachment_that_was_refused_supersedes_nobody_later_either(
             with pytest.raises(type(refusal)):
                 await lifecycle.attach(record, request)
             assert read_run_file(volume.run(record.run_id))["attachment"] == record.sequencer.attachment == 1
-    await lifecycle._registry.persist(record)
+    await registry.persist(record)
     assert read_run_file(volume.run(record.run_id))["attachment"] == 1
     assert await lifecycle.attach(record, "one") == 1
     assert await lifecycle.attach(record, "another") == 2
@@ -184,7 +194,9 @@ async def test_no_two_clients_get_one_number_when_an_attachment_is_refused_while
     assert await lifecycle.attach(record, "third") == 3
 
 
-async def test_what_else_is_written_meanwhile_does_not_attach_a_client_that_is_refused(lifecycle, volume, monkeypatch):
+async def test_what_else_is_written_meanwhile_does_not_attach_a_client_that_is_refused(
+    lifecycle, registry, volume, monkeypatch
+):
     began, go_on, real, written = Event(), Event(), registry_module.write_run_file, []
 
     def refuse_clients(folder, content):
@@ -197,9 +209,9 @@ async def test_what_else_is_written_meanwhile_does_not_attach_a_client_that_is_r
 
     record = await lifecycle.create_run(TEAM, *REQUEST)
     monkeypatch.setattr(registry_module, "write_run_file", refuse_clients)
-    first = asyncio.create_task(lifecycle._registry.persist(record))
+    first = asyncio.create_task(registry.persist(record))
     assert await asyncio.to_thread(began.wait, PATIENCE)
-    second = asyncio.create_task(lifecycle._registry.persist(record))
+    second = asyncio.create_task(registry.persist(record))
     attaching = asyncio.create_task(lifecycle.attach(record, "one"))
     await asyncio.wait({second, attaching}, timeout=0.1)
     go_on.set()
@@ -210,11 +222,11 @@ async def test_what_else_is_written_meanwhile_does_not_attach_a_client_that_is_r
     assert read_run_file(volume.run(record.run_id))["attachment"] == 0
 
 
-async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(lifecycle, volume, monkeypatch):
+async def test_a_run_is_deleted_whole_when_its_caller_leaves_meanwhile(lifecycle, registry, volume, monkeypatch):
     record = await lifecycle.create_run(TEAM, *REQUEST)
     deleting = lifecycle.delete_run(record, delete_checkpoints=True)
     await leave(deleting, monkeypatch, DeletedRuns, "delete_files")
     async with record.recovering:
         assert record.is_deleted
-    assert lifecycle._registry.owned_by(TEAM) == []
+    assert registry.owned_by(TEAM) == []
     assert list(volume.runs.iterdir()) == []

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 from support.stacks.journaled import NO_FAILPOINTS, NO_GUARD, JournaledRun, blocked, leave_runs, refusal  # noqa: F401 - a fixture
@@ -37,6 +38,28 @@ from trainer_service.volume_files import UnknownFormatError
 @pytest.fixture
 def directory(tmp_path):
     return tmp_path / "journal"
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """The disk that guards see; a test sets how many of its bytes are free."""
+    disk = SimpleNamespace(free=1 << 40)
+    monkeypatch.setattr("trainer_service.limits.disk_guard.shutil.disk_usage", lambda _: disk)
+    return disk
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """How long each file was when its content was synced last, by inode."""
+    sync, lengths = os.fdatasync, {}
+
+    def sync_and_note(file):
+        sync(file)
+        stat = os.fstat(file)
+        lengths[stat.st_ino] = stat.st_size
+
+    monkeypatch.setattr(os, "fdatasync", sync_and_note)
+    return lengths
 
 
 def command(seq_id):
@@ -170,7 +193,7 @@ async def test_bytes_of_a_client_are_never_taken_for_records(directory):
         assert (list(history.commands), history.answers, history.attempts) == ([1], {}, {})
 
 
-async def test_a_sync_that_fails_gives_the_segment_up_and_nothing_that_was_told_is_lost(directory, monkeypatch):
+async def test_a_sync_that_fails_gives_the_segment_up_and_nothing_that_was_told_is_lost(directory, synced, monkeypatch):
     run = JournaledRun(directory)
     await run.send(1)
     first = await run.send(2)  # its answer needs no sync, and has none
@@ -186,7 +209,7 @@ async def test_a_sync_that_fails_gives_the_segment_up_and_nothing_that_was_told_
     await run.send(3)
     assert len(segments(directory)) == 2
     with segments(directory)[old].open("r+b") as lost:  # drop what was never synced, as a power cut may
-        lost.truncate(run.journal._previous[1])
+        lost.truncate(synced[os.fstat(lost.fileno()).st_ino])
     assert list(run.history().commands) == [1, 2, 3]
     assert set(run.history().answers) >= {1, 2}
     assert await JournaledRun(directory).send(2) == first
@@ -222,9 +245,8 @@ async def test_a_command_that_a_restart_may_find_is_not_refused(directory, monke
     assert list(after.history().commands) == [1, 2, 3]
 
 
-async def test_commands_behind_one_that_a_restart_may_find_are_refused_as_ever(directory, monkeypatch):
-    free = shutil.disk_usage(directory.parent).free
-    run = JournaledRun(directory)
+async def test_commands_behind_one_that_a_restart_may_find_are_refused_as_ever(directory, disk, monkeypatch):
+    run = JournaledRun(directory, guard=DiskGuard(1000))
     await run.send(1)
     sync, refused = os.fdatasync, asyncio.Event()
     withdraw = run.journal.on_refused
@@ -241,11 +263,11 @@ async def test_commands_behind_one_that_a_restart_may_find_are_refused_as_ever(d
     monkeypatch.setattr(os, "fdatasync", fail)
     waiting = run.send(2)
     await refused.wait()
-    run.journal._guard = DiskGuard(2 * free)
+    disk.free = 1000
     with pytest.raises(errors.DiskFull):
         await run.send(3)
     assert run.sequencer.last_seq_id == 2
-    run.journal._guard = NO_GUARD
+    disk.free = 1 << 40
     monkeypatch.setattr(os, "fdatasync", sync)
     await send_and_read_again(run, [2, 3])
     await waiting
@@ -267,17 +289,17 @@ async def test_a_command_that_arrives_just_as_a_segment_ends_is_not_written_by_t
     """Every turn of the event loop gets its command, so one falls between the end of a rotation and what follows it."""
     await written(directory, command(1))
     journal = RunJournal(directory, read_history(directory), ThreadPoolExecutor(4), NO_FAILPOINTS, NO_GUARD)
-    write, writers, most = journal._write, [], 0
+    encode_frame, writers, most = journal_module.encode_frame, [], 0
 
-    def slowly(batch):
+    def slowly(*arguments):
         nonlocal most
-        writers.append(batch)
+        writers.append(arguments)
         most = max(most, len(writers))
         sleep(0.005)
-        write(batch)
-        writers.remove(batch)
+        writers.remove(arguments)
+        return encode_frame(*arguments)
 
-    monkeypatch.setattr(journal, "_write", slowly)
+    monkeypatch.setattr(journal_module, "encode_frame", slowly)
     await journal.append(command(2), sync=True)
     rotation, appended = asyncio.create_task(journal.rotate()), []
     await asyncio.sleep(0)
@@ -380,22 +402,21 @@ async def test_a_full_disk_refuses_the_command_executes_nothing_and_leaves_its_s
     assert list(run.history().answers) == [1, 2, 3]
 
 
-async def test_a_disk_with_too_little_room_refuses_commands_before_it_is_full_and_takes_answers(directory):
-    free = shutil.disk_usage(directory.parent).free
-    run = JournaledRun(directory, guard=DiskGuard(free // 2))
+async def test_a_disk_with_too_little_room_refuses_commands_before_it_is_full_and_takes_answers(directory, disk):
+    run = JournaledRun(directory, guard=DiskGuard(1000))
     release = asyncio.Event()
     run.executor.act[1] = blocked(release)
     first = run.send(1)
     await asyncio.wait({first}, timeout=0.5)
-    run.journal._guard = DiskGuard(2 * free)
+    disk.free = 1000
     with pytest.raises(errors.DiskFull) as caught:
         await run.send(2)
-    assert int(caught.value.metadata["free_bytes"]) <= 2 * free < int(caught.value.metadata["needed_bytes"])
+    assert int(caught.value.metadata["free_bytes"]) == 1000 < int(caught.value.metadata["needed_bytes"])
     assert caught.value.retry_after
     release.set()
     await first
     assert (list(run.history().commands), list(run.history().answers)) == ([1], [1])
-    run.journal._guard = NO_GUARD
+    disk.free = 1 << 40
     await run.send(2)
     assert run.executor.ran == [1, 2]
 
@@ -563,7 +584,7 @@ async def test_what_follows_a_segment_that_could_not_be_begun_is_read_again(dire
 
 
 @pytest.mark.parametrize("fails_before", [False, True])
-async def test_a_rotation_whose_sync_fails_gives_the_segment_up(directory, monkeypatch, fails_before):
+async def test_a_rotation_whose_sync_fails_gives_the_segment_up(directory, synced, monkeypatch, fails_before):
     run = JournaledRun(directory)
     if fails_before:
         went_on = asyncio.Event()
@@ -581,11 +602,14 @@ async def test_a_rotation_whose_sync_fails_gives_the_segment_up(directory, monke
         await sending
     else:
         await run.send(1)  # its answer needs no sync, and has none
-    segment, sync = run.journal._segment, os.fdatasync
+    sync = os.fdatasync
 
     def lose(file):
         monkeypatch.setattr(os, "fdatasync", sync)
-        os.pwrite(file, bytes(segment.length - segment.kept), segment.kept)  # the kernel drops what it could not write
+        stat = os.fstat(file)
+        kept = synced.get(stat.st_ino, UNIT)
+        assert stat.st_size > kept
+        os.pwrite(file, bytes(stat.st_size - kept), kept)  # the kernel drops what it could not write
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", lose)

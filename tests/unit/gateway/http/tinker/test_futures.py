@@ -121,8 +121,9 @@ async def test_a_result_that_cannot_be_stored_is_kept_and_stored_once_the_disk_h
     assert await futures.result("tenant", request_id, PATIENCE) == LARGE
     await limit_pages(store, 1 << 20)
     async with asyncio.timeout(PATIENCE):
-        while request_id in futures._works:  # noqa: ASYNC110 - no event tells
+        while store.future(request_id).result is None:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.01)
+    assert store.future(request_id).result == LARGE.body
     assert await futures.result("tenant", request_id, PATIENCE) == LARGE
 
 
@@ -151,9 +152,9 @@ async def test_work_that_ended_before_it_could_not_be_stored_takes_away_none_tha
     with monkeypatch.context() as patch:
         patch.setattr(store, "add_future", full)
         posting = asyncio.create_task(futures.post(kind, "model:1", "tenant", "session", "step"))
-        await asyncio.sleep(0)
-        while not futures._works["model:1"].result.done():  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE):
+            while futures.sessions():  # noqa: ASYNC110 - no event tells when its work has ended
+                await asyncio.sleep(0)
         disk_is_full.set()
         with pytest.raises(StateUnusable):
             await posting

@@ -26,18 +26,30 @@ from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 
 @pytest.fixture
-def futures(tmp_path):
+def store(tmp_path):
     store = Store(tmp_path / "tinker.sqlite")
-    yield Futures(store, WaitingBytes())
+    yield store
     store.close()
 
 
 @pytest.fixture
-def training(futures):
-    store = futures._store
-    return Training(
-        None, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
-    )
+def waiting():
+    return WaitingBytes()
+
+
+@pytest.fixture
+def futures(store, waiting):
+    return Futures(store, waiting)
+
+
+@pytest.fixture
+def training(store, futures):
+    return training_with(None, store, futures)
+
+
+def training_with(trainer, store, futures):
+    names, retirement, tidying = Names(store), Retirement(None, store), Tidying(None, store)
+    return Training(trainer, store, names, Aliases(()), retirement, tidying, futures, 1 << 20)
 
 
 def test_a_batch_is_stored_with_its_inputs_in_order(training):
@@ -81,11 +93,9 @@ class Refusing:
         raise turned_away(errors.OutOfRange("too many fields")) if command.loss_fn else errors.EmptyBatch("no data")
 
 
-async def test_a_batch_that_is_refused_unread_uses_up_its_seq_id(futures):
-    store, trainer = futures._store, Refusing()
-    training = Training(
-        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
-    )
+async def test_a_batch_that_is_refused_unread_uses_up_its_seq_id(store, futures):
+    trainer = Refusing()
+    training = training_with(trainer, store, futures)
     await store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
     batch = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
     with pytest.raises(errors.OutOfRange):
@@ -105,17 +115,17 @@ class Slow:
         return reply(run={"run_id": new_run_id(), "base_model": "base", "lora": {"rank": 4}, "state": 1})
 
 
-async def test_a_run_that_is_created_while_its_session_ends_has_a_model_so_that_it_can_be_deleted(futures):
-    store, trainer = futures._store, Slow()
-    training = Training(
-        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
-    )
+async def test_a_run_that_is_created_while_its_session_ends_has_a_model_so_that_it_can_be_deleted(store, futures):
+    trainer = Slow()
+    training = training_with(trainer, store, futures)
     request = CreateModel(session_id="s", model_seq_id=0, base_model="base")
     await futures.post(training.create_model, "s:train:0:0", "tenant", "s", request)
     await trainer.asked.wait()
     await futures.end_session("s")
     trainer.go.set()
-    await training._changes.finish()
+    async with asyncio.timeout(PATIENCE):
+        while not store.models("tenant"):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
     assert [model.session_id for model in store.models("tenant")] == ["s"]
     await training.close()
     await futures.close()
@@ -141,13 +151,11 @@ class Ordered:
 
 
 @pytest.fixture
-async def ordered(futures, monkeypatch):
+async def ordered(store, futures, monkeypatch):
     """A model whose command 1 is the run's command 2, and its trainer; a missing command is not waited for."""
     monkeypatch.setattr(futures_module, "GAP_SECONDS", 0.0)
-    store, trainer = futures._store, Ordered()
-    training = Training(
-        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
-    )
+    trainer = Ordered()
+    training = training_with(trainer, store, futures)
     await store.add_model(Model("s:train:0", "tenant", "s", "run-1", "base", 2, 0.0, 0.0, {}, {}))
 
     async def post(seq_id):
@@ -191,11 +199,9 @@ class Accepting:
         return pb.ForwardBackwardResponse()
 
 
-async def test_a_batch_is_kept_and_counted_until_the_trainer_has_it(futures):
-    store, trainer = futures._store, Accepting()
-    training = Training(
-        trainer, store, Names(store), Aliases(()), Retirement(None, store), Tidying(None, store), futures, 1 << 20
-    )
+async def test_a_batch_is_kept_and_counted_until_the_trainer_has_it(store, futures, waiting):
+    trainer = Accepting()
+    training = training_with(trainer, store, futures)
     await store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
     batch = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
     await futures.post(training.forward_backward, "m:1", "tenant", "s", batch)
@@ -205,8 +211,8 @@ async def test_a_batch_is_kept_and_counted_until_the_trainer_has_it(futures):
     assert not [
         one for one in gc.get_objects() if isinstance(one, tinker_pb2.ForwardBackwardRequest) and one.model_id == "m"
     ]
-    assert futures._waiting_bytes.used("tenant") == 0
+    assert waiting.used("tenant") == 0
     trainer.go.set()
     assert not isinstance(await futures.result("tenant", "m:1", PATIENCE), Work)
-    assert futures._waiting_bytes.used("tenant") == 0
+    assert waiting.used("tenant") == 0
     await futures.close()
