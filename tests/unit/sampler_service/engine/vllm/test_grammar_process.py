@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -30,9 +31,13 @@ def counted(properties: int) -> StructuredOutputsParams:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def grammars(tmp_path_factory, vllm_here):
+async def config(tmp_path_factory, vllm_here):
     model = make_tiny_llama(tmp_path_factory.mktemp("model"))
-    config = await asyncio.to_thread(engine_args(EngineOptions(model, "tiny")).create_engine_config)
+    return await asyncio.to_thread(engine_args(EngineOptions(model, "tiny")).create_engine_config)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grammars(config):
     grammars = GrammarProcess(config)
     yield grammars
     grammars.close()
@@ -79,30 +84,43 @@ async def test_a_process_that_ended_is_replaced_and_what_it_answered_is_known(gr
     assert await grammars.refusal(other) == ""
 
 
-async def test_a_closed_one_starts_no_process_for_those_who_wait(grammars, of_others):
-    closed = GrammarProcess(grammars._config)
+class Starts:
+    """Notes which processes are started, and does something right after each start."""
+
+    def __init__(self, monkeypatch, then=lambda: None):
+        self.context, self.then = grammar_process.utils.get_mp_context(), then
+        self.processes = []
+        parts = SimpleNamespace(Pipe=self.context.Pipe, Process=self.process)
+        monkeypatch.setattr(grammar_process.utils, "get_mp_context", lambda: parts)
+
+    def process(self, **options):
+        process = self.context.Process(**options)
+
+        def start():
+            process.start()
+            self.processes.append(process)
+            self.then()
+
+        return SimpleNamespace(start=start, kill=process.kill, join=process.join, pid=None)
+
+
+async def test_a_closed_one_starts_no_process_for_those_who_wait(config, grammars, monkeypatch):
+    closed, starts = GrammarProcess(config), Starts(monkeypatch)
     waiting = [asyncio.create_task(closed.refusal(counted(1010 + number))) for number in range(3)]
     async with asyncio.timeout(PATIENCE):
-        while closed._builder is None:  # noqa: ASYNC110 - no event tells
+        while not starts.processes:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0.01)
-    process = closed._builder.process
     closed.close()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {EngineUnavailable}
-    process.join()
-    assert closed._builder is None
+    (process,) = starts.processes
+    assert not process.is_alive()
 
 
-async def test_one_that_is_closed_while_its_process_starts_ends_it(grammars, monkeypatch):
-    closed, started = GrammarProcess(grammars._config), []
-
-    def close_before(process, connection):
-        closed.close()
-        started.append(process)
-        return builder(process, connection)
-
-    builder = grammar_process._Builder
-    monkeypatch.setattr(grammar_process, "_Builder", close_before)
+async def test_one_that_is_closed_while_its_process_starts_ends_it(config, grammars, monkeypatch):
+    closed = GrammarProcess(config)
+    starts = Starts(monkeypatch, then=closed.close)
     with pytest.raises(EngineUnavailable):
         await closed.refusal(FINE)
-    assert not started[0].is_alive()
+    (process,) = starts.processes
+    assert not process.is_alive()
