@@ -270,15 +270,23 @@ class CommandExecutor:
 
 
 def _check_passes(run: RunRecord, since: int, until: int) -> None:
-    """Check that each ForwardBackward from `since` to before `until` has succeeded. Raises PrecedingRefused."""
+    """Check that each ForwardBackward from `since` to before `until` has succeeded. Raises PrecedingRefused.
+
+    A command whose answer is not known may have been one that was refused: the run was lost and restored after it.
+    """
     for seq_id in range(since, until):
         answer = run.sequencer.answers.get(seq_id)
-        if answer is not None and answer.method == "ForwardBackward" and answer.failure is not None:
-            message = (
-                f"command {seq_id} was refused ({answer.failure.reason}), so the step was not taken; the gradient of "
-                "the passes that succeeded waits: drop it with discard_gradient, or step without this condition"
-            )
-            raise errors.PrecedingRefused(message, field="only_if_succeeded_since", metadata={"seq_id": str(seq_id)})
+        if answer is None and not run.sequencer.is_pending_read(seq_id):
+            what = "is not known to have succeeded"
+        elif answer is not None and answer.method == "ForwardBackward" and answer.failure is not None:
+            what = f"was refused ({answer.failure.reason})"
+        else:
+            continue
+        message = (
+            f"command {seq_id} {what}, so the step was not taken; the gradient of the passes that succeeded waits: "
+            "drop it with discard_gradient, or step without this condition"
+        )
+        raise errors.PrecedingRefused(message, field="only_if_succeeded_since", metadata={"seq_id": str(seq_id)})
 
 
 def _reply_of(output: ForwardBackwardOutput) -> pb.ForwardBackwardResponse:

@@ -209,19 +209,22 @@ class RunLifecycle:
     ) -> list[CommandStatus]:
         """Do as `policy` says about the commands of earlier clients that have not ended; return what became of them.
 
-        Waits at most `seconds`. Once another client has attached, whose commands these may be, they are only reported.
-        Raises DiskFull or EngineUnavailable if a cancellation cannot be written.
+        Waits at most `seconds`. Raises ClientSuperseded if another client has attached since, also while this one
+        waits; DiskFull or EngineUnavailable if a cancellation cannot be written.
         """
         sequencer, until = record.sequencer, monotonic() + seconds
-        async with aclosing(sequencer.follow(sequencer.outstanding)) as stream:
-            is_newest = sequencer.attachment == attachment
-            if policy is OutstandingPolicy.CANCEL and is_newest:
-                await sequencer.cancel_waiting()
-            is_report = policy in {OutstandingPolicy.UNSPECIFIED, OutstandingPolicy.REPORT} or not is_newest
+        sequencer.check_newest(attachment)
+        is_report = policy in {OutstandingPolicy.UNSPECIFIED, OutstandingPolicy.REPORT}
+        left = sequencer.left_to(attachment)
+        outstanding = sorted(set(left).intersection(sequencer.outstanding))
+        async with aclosing(sequencer.follow(outstanding)) as stream:
+            if policy is OutstandingPolicy.CANCEL:
+                await sequencer.cancel_waiting(attachment)
             async with aclosing(stream.statuses(0 if is_report else seconds)) as statuses:
                 found = {status.seq_id: status async for status in statuses}
         if not is_report:
-            await sequencer.taken(found, until - monotonic())
+            await sequencer.taken(left, until - monotonic())
+            sequencer.check_newest(attachment)  # what had not ended may have been that client's to decide about
         return list(found.values())
 
     @uninterrupted

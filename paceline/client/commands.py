@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from copy import copy
 from enum import Enum
 from functools import wraps
@@ -45,8 +46,8 @@ class CommandSender:
     """Sends the commands of one run, in the order in which they are issued, and follows each until it has ended.
 
     A command gets its seq_id when it is sent, and the next one is sent once the trainer has it. So one that is turned
-    away leaves its seq_id to the next, and there are no gaps. `turn`, a fair lock, keeps the order; its holder blocks
-    all later commands: loading a checkpoint holds it until it is answered, a custom loss until its second half is sent.
+    away leaves its seq_id to the next, and there are no gaps. `sending` gives each its turn, in order, and blocks all
+    later ones: loading a checkpoint until it is answered, a custom loss until its second half is sent.
 
     `Link` is what is known of the way to the trainer, and only `_move` changes it. If a command cannot be brought
     there, those that were issued until then end as it does, and are not sent, since each would wait for as long. One
@@ -56,7 +57,7 @@ class CommandSender:
 
     def __init__(self, transport: Transport, run_id: str, last_seq_id: int, attachment: int) -> None:
         """Send commands after `last_seq_id`; `attachment` is the client's number from AttachRun."""
-        self.turn = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self._transport = transport
         self._run_id = run_id
         self._attachment = attachment
@@ -69,6 +70,8 @@ class CommandSender:
         """Commands with lower numbers had been issued when it became so, and end so too."""
         self.order = object()
         """Identifies the order of the commands that are issued here."""
+        self.newest_partial_pass: IssuedCommand | None = None
+        """The pass that was sent last of those of which the trainer has not accepted every part."""
         self._issuing = threading.Lock()
         self._issued = self._next
         """Number of the next command that is issued: its seq_id, unless one before it is turned away."""
@@ -103,7 +106,7 @@ class CommandSender:
         """
 
         async def work(issued: IssuedCommand) -> T:
-            async with self.turn:
+            async with self.sending(issued):
                 if complete is not None:
                     complete()
                 answers = await self.send(issued, requests)
@@ -125,8 +128,18 @@ class CommandSender:
 
         return self.put([request], decode_one, barrier=barrier)
 
+    @asynccontextmanager
+    async def sending(self, issued: IssuedCommand) -> AsyncIterator[None]:
+        """Wait for a command's turn to be sent, and have it until the block ends."""
+        async with self._turn:
+            try:
+                yield
+            finally:
+                if issued.is_pass and len(issued.seq_ids) < issued.count:
+                    self.newest_partial_pass = issued
+
     async def send(self, issued: IssuedCommand, requests: list[Any]) -> list[asyncio.Task[Any]]:
-        """Send commands that belong together; return the tasks of their answers. Only for the holder of `turn`.
+        """Send commands that belong together; return the tasks of their answers. Only within `sending`.
 
         Takes them out of the list, since they may be large. Once one is turned away, those after it are not sent.
         """
@@ -142,7 +155,8 @@ class CommandSender:
             try:
                 await self._check_link(issued)
                 status = await self._deliver(request)
-                issued.seq_ids.append(status.seq_id)
+                if not status.is_another:
+                    issued.seq_ids.append(status.seq_id)
                 answer = self._answer(status)
             except errors.PacelineError as error:
                 self._in_flight.release()

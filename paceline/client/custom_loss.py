@@ -50,7 +50,7 @@ def put_custom_loss(
             return await two_passes(issued)
 
     async def two_passes(issued: IssuedCommand) -> ForwardBackwardOutput:
-        async with sender.turn:
+        async with sender.sending(issued):
             hold = Hold(issued)
             HOLD.set(hold)
             try:

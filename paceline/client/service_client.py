@@ -189,8 +189,8 @@ class ServiceClient(Catalog):
             started and wait for the others; "report" does neither. The log names them. A gradient may wait afterwards
             (`get_info().gradient_tokens`), to be stepped on or dropped (`discard_gradient`).
 
-        Errors: RunNotFound, InvalidArgument, and TimedOut if they have not ended within `Timeouts.training`; the run
-        is attached to all the same.
+        Errors: RunNotFound, InvalidArgument, ClientSuperseded if another client attaches meanwhile, and TimedOut if
+        they have not ended within `Timeouts.training`; the run is attached to all the same.
         """
         chosen(outstanding, _OUTSTANDING, "outstanding")
         reply = await self.transport.submit(self._attach(run_id, outstanding))

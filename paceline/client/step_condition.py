@@ -33,24 +33,26 @@ def passes_of(given: Passes, order: object) -> list[IssuedCommand]:
         if issued.order is not order:
             raise errors.InvalidArgument(f"{issued.name} was issued by another TrainingClient", field=place)
         passes.append(issued)
+    if not passes:
+        raise errors.InvalidArgument(f"is empty; give {_WANTED}, or leave it out", field=_FIELD)
     return passes
 
 
-def put_condition(request: pb.OptimStepRequest, passes: Sequence[IssuedCommand]) -> None:
+def put_condition(request: pb.OptimStepRequest, passes: Sequence[IssuedCommand], partial: IssuedCommand | None) -> None:
     """Have the trainer refuse a step unless these passes succeeded. Call it when they have been sent.
 
-    The trainer checks every pass from the first of these to the step. It cannot know of one that it does not have, so
-    such a step is refused here, with PrecedingRefused.
+    The trainer checks every pass from the first of these to the step. It cannot know of one that it does not have: with
+    `partial`, the newest pass that it has not accepted whole, among them the step is refused here, with
+    PrecedingRefused.
     """
-    for issued in passes:
-        if len(issued.seq_ids) < issued.count:
-            error = errors.PrecedingRefused(
-                f"the trainer did not accept all of {issued.name}, so the step was not sent; the gradient of what it "
-                "did accept waits: drop it with discard_gradient, or step without this condition",
-                field=_FIELD,
-            )
-            error.fate = Fate.TURNED_AWAY
-            raise error
+    if partial is not None and partial.number >= min(issued.number for issued in passes):
+        error = errors.PrecedingRefused(
+            f"the trainer did not accept all of {partial.name}, or may not have, so the step was not sent; the "
+            "gradient of what it did accept waits: drop it with discard_gradient, or step without this condition",
+            field=_FIELD,
+        )
+        error.fate = Fate.TURNED_AWAY
+        raise error
     request.only_if_succeeded_since = min(issued.seq_ids[0] for issued in passes)
 
 

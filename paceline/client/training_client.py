@@ -174,7 +174,7 @@ class TrainingClient(Connected):
 
         def complete() -> None:
             if passes:
-                put_condition(request, passes)
+                put_condition(request, passes, self._sender.newest_partial_pass)
 
         return self._sender.put([request], lambda outcomes: _step_from_proto(step_in(outcomes)), complete=complete)
 

@@ -82,7 +82,10 @@ def reply_in(status: pb.CommandStatus) -> Any:
                 "the trainer does not have it; attach to the run again (get_training_client)", field="seq_id"
             )
         case None:
-            error = errors.SeqIdExpired("it ended so long ago that its answer is no longer kept", field="seq_id")
+            message = "it ended so long ago that its answer is no longer kept; attach to the run again"
+            error = errors.SeqIdExpired(f"{message} (get_training_client)", field="seq_id")
+            error.fate = Fate.UNKNOWN
+            raise error
         case answer:
             return getattr(status, answer)
     is_given_up = CommandState(status.state) is CommandState.NOT_ARRIVED

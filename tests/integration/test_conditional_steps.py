@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from support.stacks.toy_trainer import make_data
 
-from paceline import AdamParams, Datum, ServiceClient, errors
+from paceline import AdamParams, Datum, ServiceClient, codec, errors
 from paceline.client.batching import MAX_DATUMS
 from paceline.client.retry import call_name
+from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 DATUM = Datum.from_completion([1, 2, 3], [4, 5, 6])
 BAD = Datum.from_completion([1, 2, 3], [4, 5, 10**6])
@@ -77,6 +78,43 @@ async def test_a_step_on_a_loss_of_ones_own_that_raises_is_not_sent(server, trai
     assert [step.only_if_succeeded_since for step in steps] == [2]
 
 
+@pytest.mark.parametrize("between", ["turned away", "own loss"])
+async def test_a_pass_between_that_the_trainer_lacks_is_part_of_the_condition(server, training, between):
+    def failing(data, logprobs):
+        raise KeyError("reward")
+
+    first = training.forward_backward(make_data())
+    if between == "own loss":
+        second = training.forward_backward_custom(make_data(), failing)
+    else:
+        server.trainer.refusals[2] = [errors.MessageTooLarge("is too large")]
+        second = training.forward_backward(make_data())
+    with pytest.raises(errors.PrecedingRefused) as caught:
+        await training.optim_step(only_if_succeeded=first)
+    assert caught.value.fate is errors.Fate.TURNED_AWAY
+    with pytest.raises((errors.MessageTooLarge, KeyError)):
+        await second
+    third = training.forward_backward(make_data())
+    assert (await training.optim_step(only_if_succeeded=third)).step == 1, "it came before"
+
+
+@pytest.mark.services
+async def test_a_pass_whose_place_another_caller_has_taken_is_none_that_succeeded(fresh_trainer):
+    assert fresh_trainer.start(), fresh_trainer.text()
+    async with ServiceClient(f"127.0.0.1:{fresh_trainer.port}") as service:
+        training = await service.create_lora_training_client_async(rank=2)
+        request = pb.ForwardBackwardRequest(loss_fn="cross_entropy", data=[codec.datum_to_proto(DATUM)])
+        request.run_id, request.seq_id = training.run_id, 1
+        with fresh_trainer.connect() as stub:
+            stub.ForwardBackward(request)
+        passed = training.forward_backward([DATUM, DATUM])
+        with pytest.raises(errors.PrecedingRefused):
+            await training.optim_step(only_if_succeeded=passed)
+        with pytest.raises(errors.SeqIdReused):
+            await passed
+        assert (await training.get_info_async()).step == 0
+
+
 async def test_a_condition_that_lies_too_far_back_says_so_by_the_arguments_name(server, training):
     server.trainer.step_errors = [errors.OutOfRange("is 1; give more", field="only_if_succeeded_since")]
     passed = training.forward_backward(make_data())
@@ -98,6 +136,7 @@ async def test_only_passes_of_this_client_are_taken_as_conditions(server, client
         ([update], r"only_if_succeeded\[0\]", "another call"),
         (sampled, "only_if_succeeded", "another call"),
         (theirs, "only_if_succeeded", "another TrainingClient"),
+        ([], "only_if_succeeded", "is empty; give a future"),
     ]:
         with pytest.raises(errors.InvalidArgument, match=f"^{place}: .*{told}"):
             training.optim_step(only_if_succeeded=given)

@@ -78,7 +78,7 @@ class Client:
             raise error_from_rpc(failure) from None
 
     async def attach(self, **fields):
-        request = pb.AttachRunRequest(run_id=self.run_id, request_id=os.urandom(8).hex(), **fields)
+        request = pb.AttachRunRequest(**{"run_id": self.run_id, "request_id": os.urandom(8).hex(), **fields})
         return await self.call("AttachRun", request)
 
     async def get_run(self):
@@ -281,6 +281,23 @@ async def test_the_client_attaches_to_a_run_in_which_nothing_is_under_way(at_gat
         run = await training.get_info_async()
         assert (run.step, run.last_seq_id) == (0 if outstanding == "cancel" else 1, 4)
         assert (await training.forward_backward([Datum.from_completion([1, 2], [3])])).metrics["tokens:sum"] == 1
+
+
+async def test_a_client_that_waits_to_attach_is_told_that_another_has_attached_since(at_gateway, cluster):
+    for seq_id, command in enumerate([LONG_PASS] * 6, 1):
+        await at_gateway.execute(seq_id, command, max_seconds=0)
+    async with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
+        waiting = asyncio.ensure_future(service.get_training_client_async(at_gateway.run_id))
+        attached = 1
+        while (await at_gateway.attach()).attachment == attached:  # the other one has not attached yet
+            attached += 1
+        with pytest.raises(errors.ClientSuperseded):
+            await waiting
+    newest = await at_gateway.attach(request_id="newest")
+    assert (await at_gateway.attach(request_id="newest")).attachment == newest.attachment
+    await at_gateway.attach()
+    with pytest.raises(errors.ClientSuperseded):
+        await at_gateway.attach(request_id="newest")
 
 
 async def test_what_to_do_about_what_is_left_is_one_of_three(at_gateway, cluster):

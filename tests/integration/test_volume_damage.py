@@ -214,6 +214,11 @@ def test_a_load_that_is_refused_leaves_a_lost_run_as_it_is(trainer):
         run.seq_id = last + 5
         run.load(path)
         assert run.get().last_seq_id == last + 6
+        run.forward_backward()
+        with pytest.raises(errors.PrecedingRefused, match="is not known to have succeeded"):
+            run.send(
+                "OptimStep", pb.OptimStepRequest, adamw=pb.AdamwParams(learning_rate=1e-2), only_if_succeeded_since=last
+            )
         assert run.step().step == 1
 
 

@@ -141,11 +141,6 @@ class Answers:
         """Return what is known of an answer, perhaps without the reply; None if it is not known."""
         return self._records.get(seq_id)
 
-    def knows(self, seq_id: int, digest: bytes) -> bool:
-        """Return whether this exact command was executed, as far as answers are still remembered."""
-        record = self._records.get(seq_id)
-        return record is not None and record.digest == digest
-
     def counters(self, seq_id: int) -> Counters | None:
         """Return the counters that the journal keeps with an answer; None if the answer is not known."""
         record = self._records.get(seq_id)

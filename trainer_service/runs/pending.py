@@ -209,13 +209,13 @@ class PendingCommands:
                 if not pending.state.has_ended:
                     pending.move(PendingState.LEFT, error)
 
-    async def cancel(self) -> None:
-        """Refuse the commands in the journal that have not started; return when that is durable.
+    async def cancel(self, is_cancelled: Callable[[Command], bool]) -> None:
+        """Refuse commands in the journal that have not started; return when that is durable.
 
         Each keeps its place, where it answers so. Raises as the journal.
         """
         cancelled = []
-        for pending in self.by_seq_id.values():
+        for pending in filter(lambda one: is_cancelled(one.command), self.by_seq_id.values()):
             if pending.state in {PendingState.WRITING, PendingState.ACCEPTED} and not pending.may_have_begun:
                 # From now on it cannot execute, whether its turn or the journal's sync comes first.
                 pending.command = pending.command.cancelled()

@@ -138,13 +138,23 @@ class Sequencer:
         self.attachment = attachment
         self._waiting.give_up_held(self._is_superseded, _superseded())
 
-    async def cancel_waiting(self) -> None:
-        """Refuse the commands that have not started, durably: those in the journal, and those behind a gap.
+    def check_newest(self, attachment: int) -> None:
+        """Raise ClientSuperseded if another client has attached since the one with this number."""
+        if attachment != self.attachment:
+            raise _superseded()
+
+    def left_to(self, attachment: int) -> list[int]:
+        """Return the commands of other clients than this one that have not ended, or not taken their places yet."""
+        pending = self._waiting.by_seq_id.items()
+        return sorted(seq_id for seq_id, one in pending if one.command.attachment != attachment)
+
+    async def cancel_waiting(self, attachment: int) -> None:
+        """Refuse the commands of other clients that have not started, durably: in the journal, and behind a gap.
 
         Raises DiskFull or EngineUnavailable if that cannot be written.
         """
-        self._waiting.give_up_held(lambda _: True, _superseded())
-        await self._waiting.cancel()
+        self._waiting.give_up_held(lambda command: command.attachment != attachment, _superseded())
+        await self._waiting.cancel(lambda command: command.attachment != attachment)
 
     def check_client(self, command: Command) -> None:
         """Raise ClientSuperseded for a command of a superseded client, unless the command was accepted before.
@@ -153,10 +163,12 @@ class Sequencer:
         """
         if command.attachment > self.attachment:
             raise errors.InvalidArgument("is not a number that AttachRun returned for this run", field="attachment")
-        if not self._is_superseded(command) or self.answers.knows(command.seq_id, command.digest):
+        if not self._is_superseded(command):
             return
         pending = self._waiting.by_seq_id.get(command.seq_id)
-        if pending is None or pending.command.digest != command.digest:
+        known = self.answers.get(command.seq_id) if pending is None else pending.command
+        # An equal command of the client that attached since is not this one's.
+        if known is None or (known.digest, known.attachment) != (command.digest, command.attachment):
             raise _superseded()
 
     async def execute(self, command: Command, check: Callable[[Command], Awaitable[Command]] | None = None) -> Message:
@@ -230,6 +242,11 @@ class Sequencer:
     def is_awaited(self) -> bool:
         """Whether somebody watches a command that has not ended."""
         return any(pending.watchers for pending in self._waiting.by_seq_id.values())
+
+    def is_pending_read(self, seq_id: int) -> bool:
+        """Whether a command that only reads the run's state has not ended."""
+        pending = self._waiting.by_seq_id.get(seq_id)
+        return pending is not None and pending.command.method in READING
 
     @property
     def outstanding(self) -> list[int]:

@@ -171,7 +171,7 @@ async def test_what_has_not_started_is_cancelled_for_good_and_the_rest_goes_on(d
     first, second, third = run.send(1), run.send(2), run.send(4)
     await reaches(run, 1, EXECUTING)
     await reaches(run, 2, ACCEPTED)
-    await run.sequencer.cancel_waiting()
+    await run.sequencer.cancel_waiting(1)
     with pytest.raises(errors.CommandCancelled):
         await second
     with pytest.raises(errors.ClientSuperseded):
@@ -184,6 +184,27 @@ async def test_what_has_not_started_is_cancelled_for_good_and_the_rest_goes_on(d
     await run.send(3)
     assert run.executor.ran == [1, 3]
     assert isinstance((await state_of(run, 2)).answer, errors.CommandCancelled)
+
+
+async def test_a_clients_own_commands_are_not_cancelled_with_those_of_others(directory):
+    run = JournaledRun(directory, started=False)
+    run.sequencer.attach(1)
+    sent = [run.send(1), run.send(2, attachment=1)]
+    await reaches(run, 2, ACCEPTED)
+    run.sequencer.attach(2)
+    sent += [run.send(3, attachment=2), run.send(5, attachment=2)]
+    await reaches(run, 3, ACCEPTED)
+    await reaches(run, 5, HELD)
+    assert run.sequencer.left_to(2) == [1, 2]
+    await run.sequencer.cancel_waiting(2)
+    states = [(await state_of(run, seq_id)).state for seq_id in (1, 2, 3, 5)]
+    assert states == [REFUSED, REFUSED, ACCEPTED, HELD]
+    assert run.sequencer.left_to(2) == [1, 2], "they have not taken their places"
+    run.start()
+    await reaches(run, 3, SUCCEEDED)
+    assert run.sequencer.left_to(2) == []
+    for task in sent:
+        task.cancel()
 
 
 async def test_a_command_that_is_cancelled_while_it_is_written_is_refused_when_that_is_durable(directory, monkeypatch):
@@ -201,7 +222,7 @@ async def test_a_command_that_is_cancelled_while_it_is_written_is_refused_when_t
     monkeypatch.setattr(run.journal, "append", append_cancels_later)
     sent = run.send(1)
     await asyncio.sleep(0)  # from now on it is being written
-    cancelling = asyncio.ensure_future(run.sequencer.cancel_waiting())
+    cancelling = asyncio.ensure_future(run.sequencer.cancel_waiting(1))
     await reaches(run, 1, ACCEPTED)
     may_be_written.set()
     await cancelling

@@ -424,6 +424,21 @@ async def test_a_client_that_another_one_followed_still_gets_the_answers_of_what
     assert run.executor.ran == [1, 2]
 
 
+async def test_an_equal_command_of_the_client_that_attached_since_is_not_the_earlier_ones(run):
+    run.sequencer.attach(1)
+    run.sequencer.attach(2)
+    release = asyncio.Event()
+    run.executor.act[2] = blocked(release)
+    await run.send(1, attachment=2)
+    running = run.send(2, attachment=2)
+    await asyncio.sleep(0)
+    for seq_id in (1, 2):
+        with pytest.raises(errors.ClientSuperseded):
+            await run.send(seq_id, attachment=1)
+    release.set()
+    await running
+
+
 async def test_what_waits_behind_a_gap_goes_with_its_client(run):
     run.sequencer.attach(1)
     waiting = run.send(2, attachment=1)
