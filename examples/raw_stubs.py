@@ -107,8 +107,9 @@ def train_and_sample(training: TrainerServiceStub, sampling: SamplerServiceStub,
 
 def attach_and_follow(training: TrainerServiceStub, key: Metadata, run_id: str) -> None:
     """Attach to a run, send commands without waiting for their end, and follow them to it."""
-    # From now on only commands with this attachment are accepted. What an earlier client sent and did not see the end
-    # of is in `outstanding`; WAIT waits for it up to wait_seconds, and CANCEL refuses what has not started.
+    # From now on commands of clients that attached earlier are refused. One that never attaches sends 0 and is not
+    # checked, so send the number with every command. What an earlier client sent and did not see the end of is in
+    # `outstanding`; WAIT waits for it up to wait_seconds, and CANCEL refuses what has not started.
     attached = training.AttachRun(
         trainer.AttachRunRequest(
             run_id=run_id,

@@ -283,7 +283,7 @@ def _check_passes(run: RunRecord, since: int, until: int) -> None:
         else:
             continue
         message = (
-            f"command {seq_id} {what}, so the step was not taken; the gradient of the passes that succeeded waits: "
+            f"command {seq_id} {what}, so the step was not taken. If other passes succeeded, their gradient waits: "
             "drop it with discard_gradient, or step without this condition"
         )
         raise errors.PrecedingRefused(message, field="only_if_succeeded_since", metadata={"seq_id": str(seq_id)})

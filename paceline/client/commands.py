@@ -242,8 +242,8 @@ class CommandSender:
                     doubt.add_note(f"It was sent again, and turned away: {error}")
                     error = doubt
                 error.fate = Fate.UNKNOWN
+                self._move(Link.IN_DOUBT, error)  # without what follows, which is not true of those that are not sent
                 _add(error, f"command {self._next} may have executed: {self._attach_again}")
-                self._move(Link.IN_DOUBT, error)
                 raise error from None
             if is_retryable(error):  # and was retried in vain; other refusals concern this command alone
                 self._move(Link.SHUT, error)

@@ -47,8 +47,9 @@ def put_condition(request: pb.OptimStepRequest, passes: Sequence[IssuedCommand],
     """
     if partial is not None and partial.number >= min(issued.number for issued in passes):
         error = errors.PrecedingRefused(
-            f"the trainer did not accept all of {partial.name}, or may not have, so the step was not sent; the "
-            "gradient of what it did accept waits: drop it with discard_gradient, or step without this condition",
+            f"the trainer did not accept all of {partial.name}, or may not have, as its own error says; so the step "
+            "was not sent. If other passes succeeded, their gradient waits: drop it with discard_gradient, or step "
+            "without this condition",
             field=_FIELD,
         )
         error.fate = Fate.TURNED_AWAY
