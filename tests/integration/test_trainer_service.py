@@ -517,7 +517,8 @@ async def test_the_client_that_attached_last_trains_the_run(caller):
     first, second = await attach("first"), await attach("second")
     assert (first.attachment, second.attachment) == (1, 2)
     assert await attach("second") == second
-    assert (await attach("first")).attachment == 1  # a late repeat does not supersede the second
+    with pytest.raises(errors.ClientSuperseded):
+        await attach("first")  # a late repeat does not supersede the second
     await caller.command(
         "ForwardBackward", pb.ForwardBackwardRequest, data=[codec.datum_to_proto(DATUM)], loss_fn="ppo"
     )
