@@ -55,13 +55,7 @@ class UnreliableProxy(grpc.GenericRpcHandler):
     def _streamed(self, call):
         async def forward(request, context):
             metadata = _passed_on(context)
-            fault = self._fault()
-            if fault == "lose request":
-                self.faults += 1
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
-            if fault == "delay":
-                self.faults += 1
-                await asyncio.sleep(self._random.uniform(0, 0.03))
+            fault = await self._arrival(context)
             streams = [call(request, metadata=metadata) for _ in range(2 if fault == "twice" else 1)]
             self.faults += len(streams) - 1
             try:
@@ -78,17 +72,19 @@ class UnreliableProxy(grpc.GenericRpcHandler):
 
         return forward
 
-    def _fault(self):
-        return self._random.choice(("none", "lose request", "lose reply", "twice", "delay")) if self.faulty else "none"
-
-    async def _troubled(self, send, context):
-        fault = self._fault()
+    async def _arrival(self, context):
+        """Draw a call's fault and return it; lose or delay the request if it is that."""
+        fault = self._random.choice(("none", "lose request", "lose reply", "twice", "delay")) if self.faulty else "none"
         if fault == "lose request":
             self.faults += 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
         if fault == "delay":
             self.faults += 1
             await asyncio.sleep(self._random.uniform(0, 0.03))  # later commands overtake this one
+        return fault
+
+    async def _troubled(self, send, context):
+        fault = await self._arrival(context)
         if fault == "twice":
             first, second = await asyncio.gather(send(), send(), return_exceptions=True)
             self.faults += not isinstance(first, BaseException) and not isinstance(second, BaseException)
