@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from paceline import errors, layout
+from paceline.files.regular_files import read_file
 from paceline.log import get_logger
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -60,7 +61,8 @@ class SteadyClock:
     def resume(self, file: Path, *, counts_downtime: bool) -> None:
         """Continue the clock of a file, if there is one that can be read, and keep this one in it.
 
-        With `counts_downtime` also the seconds count in which the machine ran and the service did not.
+        With `counts_downtime` also the seconds count in which the machine ran and the service did not. Raises
+        NotRegularFile if the path is of something else, and OSError if the file may not be read.
         """
         self._file = file
         if (last := self._last()) is not None:
@@ -91,10 +93,12 @@ class SteadyClock:
 
     def _last(self) -> _Reading | None:
         """Return what the file holds; None if there is none, or it is damaged."""
-        if self._file is None or not self._file.exists():
+        if self._file is None:
             return None
         try:
-            return msgspec.json.decode(self._file.read_bytes(), type=_Reading)
+            return msgspec.json.decode(read_file(self._file), type=_Reading)
+        except FileNotFoundError:
+            return None
         except msgspec.MsgspecError as error:
             _log.warning("clock file damaged; the clock begins again", file=str(self._file), error=str(error))
             return None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +15,7 @@ from prometheus_client.registry import Collector
 from paceline import errors, layout
 from paceline.background import Background
 from paceline.base_model.base_weights import base_weights_sha256
+from paceline.files.folder_lock import FolderInUse, FolderLock
 from paceline.log import get_logger
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
@@ -128,7 +127,7 @@ class TrainerService:
         )
         self._calls = CallsInProgress()
         self._readiness: Readiness | None = None
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
         self._tokenizer_files: Mapping[str, bytes] = {}
         self._restarting = False
         Gauge("paceline_trainer_runs", "Runs", registry=metrics).set_function(lambda: len(list(self._registry)))
@@ -200,7 +199,7 @@ class TrainerService:
         await self._engine.close()
         await self._registry.close()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
 
     async def _end_watches(self) -> None:
         # Not earlier: a publish in progress waits for acknowledgements, which arrive on the watches.
@@ -335,13 +334,10 @@ def _certificate_fields(certificate: ModelCertificate) -> dict[str, str | float]
     }
 
 
-def _lock_volume(root: Path) -> int:
+def _lock_volume(root: Path) -> FolderLock:
     """Lock the volume until the process ends: two trainers on one volume would overwrite each other's runs."""
     root.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(root / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise SystemExit(f"another trainer uses {root}; give this one its own checkpoint_dir") from None
-    return descriptor
+        return FolderLock(root)
+    except FolderInUse as error:
+        raise SystemExit(f"another trainer uses {root} ({error}); give this one its own checkpoint_dir") from None

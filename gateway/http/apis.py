@@ -19,7 +19,7 @@ from gateway.http.openai import OpenAiApi
 from gateway.http.openai_errors import UnknownUrl, WrongMethod
 from gateway.http.problems import problem
 from gateway.http.services import Services
-from gateway.http.state import StateLock, StateUnusable
+from gateway.http.state import StateUnusable, lock_state
 from gateway.http.tinker.app import TinkerApi
 from gateway.settings import GatewaySettings
 from paceline import errors
@@ -41,7 +41,7 @@ class HttpApis:
     ) -> None:
         """Lock and open the state. Raises StateUnusable, or InvalidArgument for a file of another format."""
         with ExitStack() as undo:
-            self._lock = StateLock(settings.http_state, f"with gRPC at {settings.listen}")
+            self._lock = lock_state(settings.http_state, f"with gRPC at {settings.listen}")
             undo.callback(self._lock.close)
             self._tinker = TinkerApi(services, waiting_bytes, settings, authenticators)
             undo.callback(self._tinker.store.close)

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gateway.http.state import StateUnusable, trouble_of
+from gateway.http.state import StateUnusable, check_kind, in_state, trouble_of
 from paceline import errors
 
 _MOST_TOGETHER = 256
+_SUFFIXES = ("", "-wal", "-shm", "-journal")
+"""How the names of the files end that SQLite opens for a database."""
 T = TypeVar("T")
 
 
@@ -36,7 +38,11 @@ class Database:
         """Why a read or the last write failed; None if it did not."""
         self._is_closed = False
         with ExitStack() as undo:
-            try:
+            for suffix in _SUFFIXES:
+                file = path.with_name(path.name + suffix)
+                with in_state(file):
+                    check_kind(file)
+            with in_state(path):
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._read = _connect(path, undo)
                 self._prepare(version, tables)
@@ -44,8 +50,6 @@ class Database:
                 if survives_power_cuts:
                     self._write.execute("PRAGMA synchronous = FULL")
                 path.chmod(0o600)
-            except (sqlite3.Error, OSError) as error:
-                raise trouble_of(path, error) or error from error
             undo.pop_all()
         self._jobs: queue.SimpleQueue[_DatabaseJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=path.stem, daemon=True)

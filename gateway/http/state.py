@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import socket
 import sqlite3
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
 from paceline import errors
+from paceline.files.folder_lock import FolderInUse, FolderLock
+from paceline.files.regular_files import NotRegularFile, kind_of
 
-_MOST_HOLDER = 200
-"""Most bytes of a holder's description that are read."""
 _LEAST_FREE = 64 << 10
 """Bytes below which a disk is full to SQLite, which writes whole pages and extends its files by blocks."""
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -54,8 +53,17 @@ class StateUnusable(errors.Unavailable):
 def trouble_of(path: Path, error: Exception) -> StateUnusable | None:
     """Return what an error of a file means to the operator; None if it is not of the file or its disk.
 
-    Only damage is a reason to set a file aside: with every other trouble its content is intact.
+    An error that names a file is of that one, such as a file that is written to replace `path`. Only damage is a reason
+    to set a file aside: with every other trouble its content is intact.
     """
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        path = Path(error.filename)
+    if isinstance(error, NotRegularFile | IsADirectoryError):
+        kind = error.kind if isinstance(error, NotRegularFile) else "a folder"
+        return StateUnusable(
+            f"{path} is {kind}, and the gateway needs a regular file there (links are not followed); move it away, and "
+            "put the file itself there if there is one"
+        )
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     else:
@@ -83,30 +91,35 @@ def _code_of_disk(folder: Path) -> int | None:
     return None
 
 
-class StateLock:
-    """Keeps other gateways out of a folder until it is closed, or its process ends."""
+@contextmanager
+def in_state(path: Path) -> Iterator[None]:
+    """Raise StateUnusable for an error of a file of the state, in the block that opens or reads it."""
+    try:
+        yield
+    except (OSError, sqlite3.Error, NotRegularFile) as error:
+        raise trouble_of(path, error) or error from error
 
-    def __init__(self, folder: Path, holder: str) -> None:
-        """Create the folder and lock it. `holder` describes this gateway to another one. Raises StateUnusable."""
-        path = folder / ".lock"
+
+def check_kind(path: Path) -> None:
+    """Raise NotRegularFile if something else is at the path, for what SQLite opens: it would follow a link."""
+    if kind_of(path):
+        raise NotRegularFile(path)
+
+
+def lock_state(folder: Path, holder: str) -> FolderLock:
+    """Create the folder and lock it. `holder` describes this gateway to another one. Raises StateUnusable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError) as error:
+        message = f"{folder} is no folder, or is below a file; move that away, or choose another http_state ({error})"
+        raise StateUnusable(message) from error
+    except OSError as error:
+        raise trouble_of(folder, error) or error from error
+    with in_state(folder / ".lock"):
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise trouble_of(path, error) or error from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            by = os.pread(self._file, _MOST_HOLDER, 0).decode(errors="replace").strip() or "unknown"
-            self.close()
-            if not isinstance(error, BlockingIOError):
-                raise trouble_of(path, error) or error from error
-            message = f"{folder} is used by another gateway ({by}); end that one, or give this one its own http_state"
+            return FolderLock(folder, holder)
+        except FolderInUse as error:
+            message = (
+                f"{folder} is used by another gateway ({error}); end that one, or give this one its own http_state"
+            )
             raise StateUnusable(message) from None
-        with suppress(OSError):  # a full disk: the lock holds without a description
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}, {holder}\n".encode(), 0)
-
-    def close(self) -> None:
-        """Let another gateway have the folder."""
-        os.close(self._file)

@@ -15,31 +15,62 @@ from pathlib import Path
 
 from paceline import errors
 
-_FLAGS = (
-    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-)  # O_NONBLOCK: opening a pipe would wait for a writer
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe would wait for a writer
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+"""What may be where a file should be, by the kind in its mode."""
 
 
 class NotRegularFile(errors.ChecksumMismatch):
     """What should be a file is a link, a folder, a device or a pipe."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__("is no regular file; links are not followed, put the file itself there", field=path.name)
+        self.kind = kind_of(path) or "something else"
+        """What it is, with its article."""
+        super().__init__(
+            f"is {self.kind}, no regular file; links are not followed, put the file itself there", field=path.name
+        )
+
+
+def kind_of(path: Path) -> str:
+    """Return what is at a path, with its article; empty for a regular file, for nothing, and if nobody can tell."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "")
+    except OSError:
+        return ""
 
 
 def open_raw(path: Path) -> FileIO:
     """Open a regular file for reading, without a buffer. Raises NotRegularFile, FileNotFoundError, OSError."""
+    return FileIO(_open(path, os.O_RDONLY), "rb")
+
+
+def open_or_create(path: Path) -> int:
+    """Return a descriptor of a regular file, to read and write; one that is made is this user's alone.
+
+    Raises NotRegularFile, OSError.
+    """
+    return _open(path, os.O_RDWR | os.O_CREAT)
+
+
+def _open(path: Path, flags: int) -> int:
     try:
-        descriptor = os.open(path, _FLAGS)
+        descriptor = os.open(path, _FLAGS | flags, 0o600)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link; a socket
+        if error.errno in {errno.ELOOP, errno.ENXIO, errno.EISDIR}:  # a link; a socket; a folder that is written to
             raise NotRegularFile(path) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # FileIO would refuse a folder with another error
         os.close(descriptor)
         raise NotRegularFile(path)
-    return FileIO(descriptor, "rb")
+    return descriptor
 
 
 def open_file(path: Path) -> BufferedReader:

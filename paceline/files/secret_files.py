@@ -62,8 +62,8 @@ def write_secret(path: Path, content: bytes, mode: int = 0o600) -> None:
     # A link stays one: others read the file that it names.
     path = path.resolve()
     staging = path.with_name(f".{path.name}.new")
+    staging.unlink(missing_ok=True)  # left by a process that was killed
     try:
-        staging.unlink(missing_ok=True)  # left by a process that was killed
         file = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with suppress(FileNotFoundError):

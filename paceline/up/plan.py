@@ -5,17 +5,18 @@ Trainer and sampler get separate GPUs or cores, so that neither slows the other 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 from paceline.errors import InvalidArgument
 from paceline.files.api_keys import ApiKey, hash_token, new_token, update_keys
+from paceline.files.folder_lock import FolderInUse, FolderLock
+from paceline.files.regular_files import NotRegularFile
 from paceline.files.secret_files import lock, read_secret, write_secret
 from paceline.machine import visible_gpus
 
@@ -131,17 +132,18 @@ def held_state(state: Path) -> Iterator[None]:
     process holds it.
     """
     _make_state(state)
-    lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CannotStart(
-                f"--state {state} is used by another `paceline up`; stop that one, or choose another directory"
-            ) from None
+        held = FolderLock(state)
+    except FolderInUse as error:
+        raise CannotStart(
+            f"--state {state} is used by another `paceline up` ({error}); stop that one, or choose another directory"
+        ) from None
+    except NotRegularFile as error:
+        raise CannotStart(f"--state {state}: {error}") from error
+    except OSError as error:
+        raise CannotStart(f"{error.filename} cannot be locked ({error.strerror}); choose another directory") from error
+    with closing(held):
         yield
-    finally:
-        os.close(lock)
 
 
 def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None = None) -> list[Plan]:

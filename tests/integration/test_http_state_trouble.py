@@ -108,6 +108,57 @@ def test_a_second_gateway_on_one_folder_serves_grpc_until_the_first_is_gone(tmp_
         second.comes_back()
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_lock_file_that_is_removed_lets_no_second_gateway_in(tmp_path, is_replaced):
+    first, second = Gateway(tmp_path / "state"), Gateway(tmp_path / "state")
+    with first.running():
+        first.comes_back()
+        (tmp_path / "state" / ".lock").unlink()
+        if is_replaced:
+            (tmp_path / "state" / ".lock").write_text("process 1 on another")
+        with second.running():
+            assert "state is used by another gateway" in second.refusal()
+            assert first.open_session().status_code == 200
+
+
+FILES = (".lock", ".seeds.secret.new", "seeds.secret", "downloads.secret", "clock.json", "tinker.sqlite",
+         "tinker.sqlite-wal", "online.sqlite")  # fmt: skip
+ODD = {
+    "a pipe": lambda path, _: os.mkfifo(path),
+    "a folder": lambda path, _: path.mkdir(),
+    "a link": lambda path, elsewhere: path.symlink_to(elsewhere),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_file_is_named_one_after_the_other_and_grpc_is_served(tmp_path, kind):
+    state, elsewhere = tmp_path / "state", tmp_path / "elsewhere"
+    state.mkdir()
+    odd = {state / name for name in FILES if kind == "a folder" or not name.endswith(".new")}
+    for path in odd:
+        ODD[kind](path, elsewhere)
+    with Gateway(state).running() as gateway:
+        while odd:
+            refusal = gateway.refusal()
+            (found,) = (path for path in odd if f"{path} is {kind}, and the gateway needs a regular file" in refusal)
+            assert "move it away" in refusal
+            found.rename(tmp_path / found.name)
+            odd.remove(found)
+            if odd:
+                until(lambda path=found: str(path) + " is" not in gateway.open_session().json()["detail"])
+        gateway.comes_back()
+        assert not elsewhere.exists()
+
+
+def test_a_state_that_is_no_folder_is_named(tmp_path):
+    state = tmp_path / "state"
+    state.write_text("")
+    with Gateway(state).running() as gateway:
+        assert f"{state} is no folder, or is below a file; move that away" in gateway.refusal()
+        state.unlink()
+        gateway.comes_back()
+
+
 @contextmanager
 def second_after(first: Gateway, second: Gateway):
     """Run two gateways on one folder, and end the first."""

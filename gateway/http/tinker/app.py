@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from gateway.admission import Authenticator
 from gateway.http.models import Models
 from gateway.http.services import Services
+from gateway.http.state import in_state
 from gateway.http.tinker.api import DataPlane
 from gateway.http.tinker.catalog import Catalog
 from gateway.http.tinker.downloads import Downloads, read_or_make_secret
@@ -64,12 +65,13 @@ class TinkerApi:
         Download URLs hold as long as one of the authenticators admits the key that asked for them.
         """
         state, max_bytes = settings.http_state, settings.max_message_bytes
-        # The secrets first: nothing is left open if one cannot be had.
+        # The database last: it would be left open if another file cannot be had.
         seeds, signing = (read_or_make_secret(state / f"{name}.secret") for name in ("seeds", "downloads"))
+        clock, clock_file = SteadyClock(), state / "clock.json"
+        with in_state(clock_file):
+            # A client cannot be heard while the gateway is away, so that time is not counted.
+            clock.resume(clock_file, counts_downtime=False)
         self.store = Store(state / "tinker.sqlite")
-        clock = SteadyClock()
-        # A client cannot be heard while the gateway is away, so that time is not counted.
-        clock.resume(state / "clock.json", counts_downtime=False)
         self._futures = Futures(self.store, waiting_bytes, clock)
         self._sessions = Sessions(self.store, self._futures, clock)
         names, aliases = Names(self.store), Aliases(settings.http_aliases)

@@ -25,10 +25,11 @@ from fastapi import APIRouter, Request
 
 from gateway.admission import Authenticator
 from gateway.http.services import Services
-from gateway.http.state import trouble_of
+from gateway.http.state import in_state
 from gateway.http.streaming import StreamedResponse
 from paceline import errors
-from paceline.files.secret_files import lock, write_secret
+from paceline.files.regular_files import read_file
+from paceline.files.secret_files import write_secret
 from paceline.layout import CheckpointPath
 from paceline.rpc.identity import Identity
 from paceline.steady_clock import Machine
@@ -197,18 +198,17 @@ class Downloads:
 
 
 def read_or_make_secret(path: Path) -> bytes:
-    """Return the secret in a file, created on first use.
+    """Return the secret in a file, created on first use. The folder's lock keeps other gateways from writing it.
 
     Raises StateUnusable, and InvalidArgument for a file that is not a secret.
     """
-    try:
+    with in_state(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with lock(path):
-            if not path.exists():
-                write_secret(path, secrets.token_bytes(_SECRET_BYTES))
-            secret = path.read_bytes()
-    except OSError as error:
-        raise trouble_of(path, error) or error from error
+        try:
+            secret = read_file(path)
+        except FileNotFoundError:
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            write_secret(path, secret)
     if len(secret) < _SECRET_BYTES or len(set(secret)) < _SECRET_BYTES // 2:
         raise errors.InvalidArgument(
             f"{path} is not a secret: it is too short or not random; remove it to have a new one created",

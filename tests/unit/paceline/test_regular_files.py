@@ -15,6 +15,7 @@ from paceline.files.regular_files import (
     lstat_files,
     open_file,
     open_folder,
+    open_or_create,
     read_file,
 )
 
@@ -33,7 +34,7 @@ def put_socket(path):
 
 ODD = {
     "link": lambda path, secret: path.symlink_to(secret),
-    "dangling": lambda path, _: path.symlink_to("nothing"),
+    "dangling link": lambda path, _: path.symlink_to("nothing"),
     "pipe": lambda path, _: os.mkfifo(path),
     "socket": lambda path, _: put_socket(path),
     "folder": lambda path, _: path.mkdir(),
@@ -41,11 +42,15 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("use", [open_file, read_file, lambda path: copy_file(path, path.with_name("copy"))])
+@pytest.mark.parametrize(
+    "use", [open_file, read_file, open_or_create, lambda path: copy_file(path, path.with_name("copy"))]
+)
 def test_what_is_no_file_is_refused_at_once_by_its_name(tmp_path, secret, kind, use):
     path = tmp_path / "odd"
     ODD[kind](path, secret)
-    with pytest.raises(NotRegularFile, match="is no regular file; links are not followed") as caught:
+    with pytest.raises(
+        NotRegularFile, match=f"is a {kind.split()[-1]}, no regular file; links are not followed"
+    ) as caught:
         use(path)
     assert caught.value.field == "odd"
     assert str(tmp_path) not in str(caught.value)

@@ -308,8 +308,8 @@ def test_a_state_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path):
 
 def test_a_second_one_on_the_same_state_is_refused_before_it_touches_anything(options, tmp_path):
     state = tmp_path / "state"
-    with held_state(state), pytest.raises(CannotStart, match=r"is used by another `paceline up`; stop that one"):
+    with held_state(state), pytest.raises(CannotStart, match=r"is used by another `paceline up` \(.*; stop that one"):
         up(replace(options, state=str(state)))
-    assert [path.name for path in state.iterdir()] == ["lock"]
+    assert [path.name for path in state.iterdir()] == [".lock"]
     with held_state(state):  # the first process has ended
         pass

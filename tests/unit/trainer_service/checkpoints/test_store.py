@@ -420,7 +420,7 @@ async def test_what_a_checkpoint_links_to_is_neither_sent_nor_loaded(store, volu
     if kind == "a file":
         (directory / CONFIG_FILE).unlink()
     LINKS[kind](directory, secret)
-    with pytest.raises(errors.ChecksumMismatch, match="is no regular file"):
+    with pytest.raises(errors.ChecksumMismatch, match="no regular file"):
         [part async for part in store.download(path, OWNER)]
     target = tmp_path / "target"
     target.mkdir()
