@@ -2,7 +2,7 @@
 
 The bounds start from measurements of stock implementations on a CPU with SmolLM2-135M (30 layers of width 576).
 Transformers against vLLM in float32, on text: mean difference 6e-6. Float32 against bfloat16 in transformers, 256
-random tokens: 8.3e-2 (4e-2 on text, whose tokens are likelier). They leave room for other models. Errors of layers are
+random tokens: 8.3e-2 (4e-2 on text, whose tokens are likelier). Other models may differ by more. Errors of layers are
 independent and grow with the square root of their number: a factor of 2 for 120 layers. In float32, sums over the width
 are added in a different order and their error grows with the square root of the width, a factor of 5 up to 16,384;
 other kernels and tokens get a factor of 3: together 30. In bfloat16, sums are kept in float32 and only results are

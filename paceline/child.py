@@ -131,7 +131,7 @@ def reason_of_status(status: int) -> str:
 def fork(work: Callable[[], object]) -> int:
     """Do `work` in a fork of this process, which then ends, with status 1 if `work` raised; return its process id.
 
-    Locks that other threads hold stay held in the fork.
+    Locks that other threads own stay locked in the fork.
     """
     pid = os.fork()
     if pid == 0:

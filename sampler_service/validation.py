@@ -93,7 +93,7 @@ class RequestLimits:
 def check_sample(request: SampleRequest, limits: RequestLimits) -> None:
     """Check a request for completions."""
     check_ref(request.ref, limits.model)
-    check_tokens(request.prompt, "prompt", limits.model, room=1)
+    check_tokens(request.prompt, "prompt", limits.model, reserved=1)
     _check_topk(request.topk_prompt_logprobs, "topk_prompt_logprobs", limits)
     left = limits.model.max_context_length - len(request.prompt)
     check_sampling(request.params, request.num_samples, request.topk_logprobs, left, limits)
@@ -144,9 +144,9 @@ def check_adapter_ref(ref: ModelRef, model: ModelInfo) -> None:
     check_ref(ref, model)
 
 
-def check_tokens(tokens: Array, field: str, model: ModelInfo, *, room: int = 0) -> None:
-    """Check token ids of shape [N], N >= 1, which must leave `room` tokens of the context."""
-    longest = model.max_context_length - room
+def check_tokens(tokens: Array, field: str, model: ModelInfo, *, reserved: int = 0) -> None:
+    """Check token ids of shape [N], N >= 1, which must leave `reserved` tokens of the context."""
+    longest = model.max_context_length - reserved
     if len(tokens) > longest:
         raise errors.SequenceTooLong(f"has {len(tokens)} tokens; send at most {longest}", field=field)
     if tokens.min() < 0 or tokens.max() >= model.vocab_size:

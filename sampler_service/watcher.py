@@ -31,7 +31,7 @@ _FIRST_DELAY, _LAST_DELAY = 0.1, 2.0
 """Seconds between attempts to reach the trainer: doubled each time, with jitter."""
 
 _FIRST_RETRY, _LAST_RETRY = 0.2, 5.0
-"""Seconds between attempts to load a version for which there is no room: doubled each time."""
+"""Seconds between attempts to load a version for which no slot is free: doubled each time."""
 
 _CONCURRENT_LOADS = 4
 """Most announced versions loaded at a time: a trainer that restarts announces every run at once."""
@@ -229,9 +229,9 @@ class VersionWatcher:
                 self._group.drop(key)
 
     async def _load(self, key: VersionKey, blake3: str) -> Version:
-        """Load an announced version. If there is no room, send a temporary refusal and retry.
+        """Load an announced version. If no slot is free, send a temporary refusal and retry.
 
-        Raises EngineUnavailable if a newer version arrives before there is room, and as `_exactly`.
+        Raises EngineUnavailable if a newer version arrives before a slot is free, and as `_exactly`.
         """
         delay = _FIRST_RETRY
         while True:
@@ -240,7 +240,7 @@ class VersionWatcher:
                     return await self._exactly(key, blake3)
             except errors.Exhausted as error:
                 if key.version < self._resolver.last_announced(key.run_id):
-                    message = "a newer version came before there was room for this one"
+                    message = "a newer version came before a slot was free for this one"
                     raise errors.EngineUnavailable(message) from error
                 self._refuse(key, error, pending=True)
             await asyncio.sleep(delay)

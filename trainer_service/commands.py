@@ -74,7 +74,7 @@ class CommandExecutor:
         }
 
     async def check(self, run: RunRecord, command: Command) -> Command:
-        """Decode and check a command on arrival, as far as the command and the room in the journal allow.
+        """Decode and check a command on arrival, as far as the command and the free bytes of the journal allow.
 
         A valid command is returned with its content, an invalid one without its request. It
         keeps its place in the run's order and answers with the reason for its refusal at its turn.
@@ -138,7 +138,7 @@ class CommandExecutor:
         """Write a durable checkpoint; keep the one that this command wrote before a crash.
 
         The run continues once its state is captured; its checkpoints appear in the order of its commands. Raises
-        DiskFull before it starts if too little room would remain, or later if the disk fills up anyway, and
+        DiskFull before it starts if too few bytes would remain free, or later if the disk fills up anyway, and
         QuotaExceeded if the tenant has too many bytes on the volume. In either case the run is unchanged.
         """
         checkpoint = await self._checkpoints.find_made_by(asked.path, command.seq_id)
@@ -182,7 +182,7 @@ class CommandExecutor:
         """Replace the run's weights and, with `with_optimizer`, all of its state.
 
         Also restores a run whose state was lost. The loaded files are kept for the replay of this command, because the
-        checkpoint may be deleted or overwritten before then. Raises DiskFull if there is no room for them or for
+        checkpoint may be deleted or overwritten before then. Raises DiskFull if the volume is too full for them or for
         versions that the run published before, or Internal if the volume fails to take one; the run is then unchanged.
         """
         path, with_optimizer = asked.path, asked.with_optimizer

@@ -217,7 +217,7 @@ class Recovery:
             await self._mark_lost(run, failure)
 
     async def _read(self, run: RunRecord) -> StoredCommands:
-        """Read a run's commands and answers, also answers that the volume had no room for. Raises as the storage."""
+        """Read a run's commands and answers, also answers that the volume was too full for. Raises as the storage."""
         journal = run.sequencer.journal
         before = journal.unwritten()  # it may be written while the files are read, and what was written given up
         past = await asyncio.to_thread(self._storage.read, run.run_id)

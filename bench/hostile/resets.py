@@ -3,7 +3,7 @@
     python -m bench.hostile.resets [--clients 1 4] [--rounds 5] [--resets 50000]
 
 A gateway answers WhoAmI in front of services that do nothing, in a process of its own, with its options and with gRPC's
-defences off: no overload protection, and room for 100,000 calls that wait. A burst is as many calls as a client keeps
+defences off: no overload protection, and a queue of 100,000 calls. A burst is as many calls as a client keeps
 in flight (500), from each of the clients at the same moment. In the flood one connection without a key starts calls and
 resets each at once, while a client makes one call after the other.
 """

@@ -75,9 +75,9 @@ def measure(paged: Paged, rounds: int) -> None:
         print(
             f"turn of a run that is {name:8}: p50 {np.median(values):8.3f} ms, p99 {np.percentile(values, 99):8.3f} ms"
         )
-    held = round(paged.peak / paged.run_bytes, 3)  # A run on disk keeps 4 bytes for each of its tensors.
+    peak_runs = round(paged.peak / paged.run_bytes, 3)  # A run on disk keeps 4 bytes for each of its tensors.
     print(f"{len(paged.names)} runs of {paged.run_bytes / 1e6:.1f} MB each; held at most {paged.peak / 1e6:.1f} MB")
-    budget("memory held, in runs", held, ALLOWED, at_most=True)
+    budget("memory held, in runs", peak_runs, ALLOWED, at_most=True)
     cost = float(np.median(times["paged"])) * 1e6 / paged.run_bytes
     budget("paging out and in, ns a byte", cost, ROUND_TRIP_BUDGET, at_most=True)
 

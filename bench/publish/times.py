@@ -17,7 +17,7 @@ PROMPT = list(range(1000, 1016))
 STREAM_TOKENS = 48
 LEARNING_RATE = 1e-4
 _MAX_MODEL_LEN = 2048
-"""Longest sequence of every arm: vLLM's KV cache must have room for one, and models' own limits are large."""
+"""Longest sequence of every arm: vLLM's KV cache must be large enough for one, and models' own limits are large."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ HEAD_SECONDS = 20.0
 _MAX_HEAD = 64 << 10
 """Most bytes of a request's head, or of the fields after a chunked body. The parser itself has no limit."""
 MAX_PIPELINED = 4
-"""Most requests of a connection that wait for the answer before theirs: a request is held from its head on."""
+"""Most requests of a connection that wait for the answer before theirs: a request counts from its head on."""
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _ACKNOWLEDGED = slice(120, 128)
 """Place of tcpi_bytes_acked in Linux's struct tcp_info."""

@@ -92,21 +92,23 @@ class OpenAiApi:
             raise errors.InvalidArgument.must_be("true or false", "stream")
         ref = await self.models.resolve(tenant, name)
         message = pb.CompleteTextRequest(model=codec.model_ref_to_proto(ref), endpoint=endpoint, body=content)
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as resources:
             # Wait for the first part before responding, so that a refusal sets the status.
             with _field_as_sent():
-                parts, first, headers = await while_connected(request, self._begin(held, tenant, message, ref))
+                parts, first, headers = await while_connected(request, self._begin(resources, tenant, message, ref))
             if not streams:
                 return Response(first.data, headers=headers, media_type="application/json")
             return StreamedResponse(
-                _events(first, parts), held.pop_all(), headers=headers, media_type="text/event-stream"
+                _events(first, parts), resources.pop_all(), headers=headers, media_type="text/event-stream"
             )
 
     async def _begin(
-        self, held: AsyncExitStack, tenant: str, message: pb.CompleteTextRequest, ref: ModelRef
+        self, resources: AsyncExitStack, tenant: str, message: pb.CompleteTextRequest, ref: ModelRef
     ) -> tuple[AsyncIterator[Part], Part, dict[str, str]]:
-        """Return the parts of an answer after the first, the first, and its headers. The call ends with `held`."""
-        parts = await held.enter_async_context(self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS))
+        """Return the parts of an answer after the first, the first, and its headers. The call ends with `resources`."""
+        parts = await resources.enter_async_context(
+            self.services.stream(tenant, message, Part, model=ref, seconds=_SECONDS)
+        )
         return (parts, *await _first(parts))
 
 

@@ -18,7 +18,7 @@ _LEAST_FREE = 64 << 10
 """Bytes below which a disk is full to SQLite, which writes whole pages and extends its files by blocks."""
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _REMEDIES = {
-    sqlite3.SQLITE_FULL: "its disk is full; make room there",
+    sqlite3.SQLITE_FULL: "its disk is full; free space there",
     sqlite3.SQLITE_READONLY: "it is read-only; let the gateway write there",
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened; let the gateway's user read and write the folder and its files",
     sqlite3.SQLITE_PERM: "it may not be used; let the gateway's user read and write the folder and its files",

@@ -17,11 +17,11 @@ class StreamedResponse(StreamingResponse):
     started never runs its `finally`.
     """
 
-    def __init__(self, parts: AsyncGenerator[bytes], held: AsyncExitStack | None = None, **options: Any) -> None:
+    def __init__(self, parts: AsyncGenerator[bytes], resources: AsyncExitStack | None = None, **options: Any) -> None:
         super().__init__(parts, **options)
-        self._held = held or AsyncExitStack()
-        self._held.push_async_callback(parts.aclose)
+        self._resources = resources or AsyncExitStack()
+        self._resources.push_async_callback(parts.aclose)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._resources:
             await super().__call__(scope, receive, send)

@@ -262,14 +262,14 @@ def micro_batches(sequences: Sequence[ScoredSequence], size: int) -> list[list[S
     The split is deterministic.
     """
     calls: list[list[ScoredSequence]] = []
-    room = 0
+    bytes_left = 0
     for sequence in sequences:
         cost = _BYTES_PER_TOKEN * len(sequence.counted)
-        if not calls or len(calls[-1]) == min(size, MAX_DATUMS) or cost > room:
+        if not calls or len(calls[-1]) == min(size, MAX_DATUMS) or cost > bytes_left:
             calls.append([])
-            room = _MAX_BYTES
+            bytes_left = _MAX_BYTES
         calls[-1].append(sequence)
-        room -= cost
+        bytes_left -= cost
     return calls
 
 

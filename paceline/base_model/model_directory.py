@@ -280,20 +280,20 @@ def _check_shards(directory: Path) -> Shapes:
     absent = [file for file in files if Path(file).name != file or not (directory / file).is_file()]
     if absent:
         raise ModelDamagedError(f"{_INDEX} names {_list(absent)}, which the directory lacks; fetch the model again")
-    held = {file: _read_shapes(directory / file) for file in files}
-    lost = sorted(name for name, file in index.items() if name not in held[file])
+    shapes_of = {file: _read_shapes(directory / file) for file in files}
+    lost = sorted(name for name, file in index.items() if name not in shapes_of[file])
     if lost:
         raise ModelDamagedError(
             f"{index[lost[0]]} lacks {_list(lost)}, which {_INDEX} says it holds; fetch the model again"
         )
-    _check_distinct(held)
-    return {name: shape for shapes in held.values() for name, shape in shapes.items()}
+    _check_distinct(shapes_of)
+    return {name: shape for shapes in shapes_of.values() for name, shape in shapes.items()}
 
 
-def _check_distinct(held: Mapping[str, Shapes]) -> None:
+def _check_distinct(shapes_of: Mapping[str, Shapes]) -> None:
     """Refuse a weight that several files hold: loaders take it from any of them."""
     first: dict[str, str] = {}
-    for file, shapes in held.items():
+    for file, shapes in shapes_of.items():
         for name in shapes:
             if first.setdefault(name, file) != file:
                 raise ModelDamagedError(f"{first[name]} and {file} both hold {name}; fetch or save the model again")

@@ -53,15 +53,15 @@ def _check(cls: type[Message], name: str, value: Any, prefix: str = "") -> None:
     field = cast("FieldDescriptor | None", cls.DESCRIPTOR.fields_by_name.get(name))
     if field is None:  # stubs of an older contract: protobuf's own error says so
         return
-    for part, argument, held, wanted in _parts(field, value):
+    for part, argument, part_value, wanted in _parts(field, value):
         try:
             cls(**{name: argument})
         except _REFUSALS as problem:
             where = f"{prefix}{name}{part}"
             if isinstance(problem, TypeError) or wanted == _DICT:
-                raise errors.InvalidArgument.of_type(held, wanted, where) from problem
-            if isinstance(held, Integral):
-                raise errors.OutOfRange(_out_of_range(field, int(held), wanted), field=where) from problem
+                raise errors.InvalidArgument.of_type(part_value, wanted, where) from problem
+            if isinstance(part_value, Integral):
+                raise errors.OutOfRange(_out_of_range(field, int(part_value), wanted), field=where) from problem
             raise errors.InvalidArgument(f"cannot be sent: {problem}; give {wanted}", field=where) from problem
 
 

@@ -87,7 +87,7 @@ def update_keys(path: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiK
     except OSError as error:
         raise errors.InvalidArgument(
             f"{error.filename} cannot be written: {error.strerror}; run this as the user who owns {path}, "
-            "and see that its disk has room",
+            "and see that its disk has free space",
             field="keys_file",
         ) from error
 

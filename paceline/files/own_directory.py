@@ -25,7 +25,7 @@ class OwnDirectory:
         for left in root.glob(f".{kind}-*"):
             _remove_unnamed(left)
         self.path = root / f"{kind}-{uuid4().hex}"
-        # The lock is held before the directory gets the name by which other processes look for abandoned ones.
+        # The lock is taken before the directory gets the name by which other processes look for abandoned ones.
         unnamed = root / f".{self.path.name}"
         unnamed.mkdir(mode=0o700)
         self._lock = os.open(unnamed / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)

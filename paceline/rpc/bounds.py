@@ -54,7 +54,7 @@ def request_of(method: str) -> Descriptor | None:
 
 @cache
 def largest(message: Descriptor) -> int:
-    """Return the most bytes of a message whose fields keep their bounds, with room for unknown fields."""
+    """Return the most bytes of a message whose fields keep their bounds, plus an allowance for unknown fields."""
     return _UNKNOWN_BYTES + sum(map(_largest_field, message.fields))
 
 

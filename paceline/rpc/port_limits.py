@@ -1,7 +1,7 @@
 """What a peer may make a port hold before it has shown a key: connections, calls, headers, pings, and threads.
 
 gRPC's own defences stay on. `overload_protection` counts a call on its connection until its resources are free, so a
-peer that starts and resets calls (CVE-2023-44487) is held to the calls that may be in flight; the next are refused
+peer that starts and resets calls (CVE-2023-44487) is limited to the calls that may be in flight; the next are refused
 unread. A client that keeps within `max_concurrent_streams` never meets it.
 """
 

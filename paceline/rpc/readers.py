@@ -19,7 +19,7 @@ READER_SECONDS = 60.0
 class Reader:
     """The receiving side of a response stream.
 
-    gRPC accepts a message when the reader's flow-control windows have room for it, so a write blocks while nothing is
+    gRPC accepts a message when it fits the reader's flow-control windows, so a write blocks while nothing is
     read. One timer per stream watches its writes, because a timeout per message would cost more than sending it.
     """
 
@@ -37,7 +37,7 @@ class Reader:
         self._timer = self._loop.call_later(seconds, self._look)
 
     async def write(self, message: Any) -> None:
-        """Send a message and return when there is room for the next. Raises ReaderStalled, through `reading`."""
+        """Send a message and return when the windows admit the next. Raises ReaderStalled, through `reading`."""
         self._since = self._loop.time()
         if not self._begun:
             # Sent separately, so that a call whose first message is never sent can end with an error. Otherwise gRPC

@@ -36,8 +36,8 @@ _REMEDIES = {
     errno.EROFS: "mount it so that it can be written to",
     errno.EACCES: "let the service's user read and write it",
     errno.EPERM: "let the service's user read and write it",
-    errno.ENOSPC: "make room on the disk",
-    errno.EDQUOT: "make room in the quota",
+    errno.ENOSPC: "free space on the disk",
+    errno.EDQUOT: "free part of the quota",
     errno.EEXIST: "a folder is needed: choose another path",
     errno.ENOTDIR: "a folder is needed: choose another path",
 }

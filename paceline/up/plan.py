@@ -111,7 +111,7 @@ def _read_or_make(path: Path, make: Callable[[], str]) -> str:
                 write_secret(path, make().encode())
             return read_secret(path)
     except OSError as error:
-        raise CannotStart(f"{error.filename} cannot be written ({error.strerror}); make room for it") from error
+        raise CannotStart(f"{error.filename} cannot be written ({error.strerror}); free space for it") from error
     except ValueError as error:
         raise CannotStart(f"{error}; remove it, and the next start makes a new one") from error
 
@@ -150,7 +150,7 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
     """Plan the services in the order in which they are started. All ports are derived from the gateway's.
 
     Variables PACELINE_<SERVICE>_* in `given` are passed to their services and override the plan; without `given` there
-    are none. Raises CannotStart for an address that leaves no room for all ports, for variables that only this function
+    are none. Raises CannotStart for an address that leaves too few ports, for variables that only this function
     may set, and if there are fewer GPUs than required.
     """
     given = without_settings(os.environ) if given is None else given

@@ -13,8 +13,8 @@ from sampler_service.engine.protocol import Delivery, TokenDelta
 
 _BEHIND_SECONDS = 0.001
 """A reader that runs later than this after its wakeup is considered delayed by other readers."""
-_HOLD_BACK, _MOST_SECONDS = 8.0, 0.05
-"""How long the next tokens are then held back: a multiple of the delay, up to a maximum that nobody notices."""
+_DELAY, _MOST_SECONDS = 8.0, 0.05
+"""How long the next tokens are then delayed: a multiple of the delay, up to a maximum that nobody notices."""
 
 
 class ReaderGroup:
@@ -31,16 +31,16 @@ class ReaderGroup:
         if waited >= self._longest or now > self._until:
             self._longest, self._until = waited, now + 2 * _MOST_SECONDS
         if self._longest > _BEHIND_SECONDS:
-            self.due = now + min(_HOLD_BACK * self._longest, _MOST_SECONDS)
+            self.due = now + min(_DELAY * self._longest, _MOST_SECONDS)
 
 
 class Coalescer:
     """Holds new tokens until the reader takes them: one by one while the reader keeps up, merged when it is behind.
 
     A process whose readers delay each other is behind too, because there a message costs as much as several tokens.
-    Then all readers hold back their next tokens until one common time, a multiple of the longest delay, so that more
+    Then all readers delay their next tokens until one common time, a multiple of the longest delay, so that more
     tokens share a message, except for the first tokens of a request and the last tokens of a completion.
-    Without `eager`, all tokens but the last of a completion are held back. If more than `max_unread` tokens wait,
+    Without `eager`, all tokens but the last of a completion are delayed. If more than `max_unread` tokens wait,
     `overflowed` is called, because the engine does not wait for the reader.
     """
 
@@ -66,11 +66,11 @@ class Coalescer:
 
     def put(self, delta: TokenDelta) -> None:
         """Add tokens of a completion."""
-        held = self._pending.get(delta.index)
-        if held is None:
+        waiting = self._pending.get(delta.index)
+        if waiting is None:
             self._pending[delta.index] = [delta]
         else:
-            held.append(delta)
+            waiting.append(delta)
         self._unread += len(delta.tokens)
         if self._unread > self._most:
             self._most = math.inf  # report it only once
@@ -82,7 +82,7 @@ class Coalescer:
             self._wake_when_due()
 
     def close(self, error: Exception | None = None) -> None:
-        """Mark the request as finished by the engine; the reader gets the tokens still held, then `error`.
+        """Mark the request as finished by the engine; the reader gets the tokens that still wait, then `error`.
 
         Later calls have no effect.
         """

@@ -53,8 +53,8 @@ _SCHEMA_MAP = frozenset({"properties", "patternProperties", "$defs", "definition
 _TOO_MANY_GROUPS = f"nests groups too deeply; at most {MAX_NESTING} may lie in one another"
 
 
-def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, room: int = 0) -> None:
-    """Refuse token ids outside the vocabulary and sequences that leave less than `room` tokens of the context.
+def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, reserved: int = 0) -> None:
+    """Refuse token ids outside the vocabulary and sequences that leave less than `reserved` tokens of the context.
 
     Raises EmptyBatch, TokenOutOfRange, SequenceTooLong.
     """
@@ -62,7 +62,7 @@ def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, room: int =
         raise EmptyBatch("no tokens; send at least one", field=field)
     if min(tokens) < 0 or max(tokens) >= info.vocab_size:
         raise TokenOutOfRange(f"token ids go from 0 to {info.vocab_size - 1}", field=field)
-    longest = info.max_context_length - room
+    longest = info.max_context_length - reserved
     if len(tokens) > longest:
         raise SequenceTooLong(f"{len(tokens)} tokens; send at most {longest}", field=field)
 

@@ -50,7 +50,7 @@ class RestartableEngine:
         self.name, self.version = self._engine.name, self._engine.version
         self._adapters: dict[int, Adapter] = {}
         self._alive = asyncio.Event()
-        """Cleared when the engine is found dead, set when its replacement holds everything that it held."""
+        """Cleared when the engine is found dead, set when its replacement has everything that it had."""
         self._changing = asyncio.Lock()
         self.is_changing_model = False
         """Whether the model is being replaced. Meanwhile health checks pass, and requests for another model wait."""

@@ -84,7 +84,7 @@ class Admission:
         """Count a request while the block runs.
 
         `running` is the number of completions in the engine, which may outlast their requests. Raises QuotaExceeded if
-        the tenant would exceed its own limit, Overloaded if there is no room.
+        the tenant would exceed its own limit, Overloaded if the sampler is full.
         """
         mine = self._tenants.setdefault(tenant, _Tenant())
         # A request larger than the limit counts as the whole limit.

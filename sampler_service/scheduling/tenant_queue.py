@@ -26,11 +26,11 @@ class _TenantRequests:
     waiting: OrderedDict[asyncio.Future[int], int] = field(default_factory=OrderedDict)
     """Waiting requests in order of arrival, with their numbers of completions."""
     is_queued: bool = False
-    held: int = 0
+    running: int = 0
     """Completions of this tenant in the engine."""
 
 
-class HeldPlaces:
+class TakenPlaces:
     """The places of one request, released as its completions end."""
 
     def __init__(self, queue: TenantQueue, requests: _TenantRequests, completions: int, priority: int) -> None:
@@ -42,18 +42,18 @@ class HeldPlaces:
         self._turn = priority % AT_ONCE
 
     def ended(self, completions: int = 1) -> None:
-        """Release places, at most as many as are still held."""
+        """Release places, at most as many as are still taken."""
         given = min(completions, self._completions)
         self._turn += given
         self._queue.reached(self._turn)
         self._release(given)
 
     def end(self) -> None:
-        """Release all places that are still held."""
+        """Release all places that are still taken."""
         self.ended(self._completions)
 
     def give_up(self) -> None:
-        """Release all places that are still held, by completions that nobody waits for any more."""
+        """Release all places that are still taken, by completions that nobody waits for any more."""
         self._release(self._completions)
 
     def _release(self, completions: int) -> None:
@@ -84,18 +84,18 @@ class TenantQueue:
         """Number of waiting completions."""
 
     @asynccontextmanager
-    async def places(self, tenant: str, completions: int) -> AsyncIterator[HeldPlaces]:
-        """Wait for a turn, and hold its places until each completion, or the block, ends."""
+    async def places(self, tenant: str, completions: int) -> AsyncIterator[TakenPlaces]:
+        """Wait for a turn, and keep its places until each completion, or the block, ends."""
         requests = self._tenants.setdefault(tenant, _TenantRequests())
         # An idle tenant must not save up credit and then starve the others.
         if not requests.waiting:
             requests.served = max(requests.served, self._clock)
-        is_first = self._first_at_once and not requests.held and not requests.waiting
+        is_first = self._first_at_once and not requests.running and not requests.waiting
         if is_first or not (self._order or self._taken >= self._places):
             priority = self._serve(requests, completions)
         else:
             priority = await self._wait(requests, completions)
-        places = HeldPlaces(self, requests, completions, priority)
+        places = TakenPlaces(self, requests, completions, priority)
         try:
             yield places
         except BaseException:
@@ -110,8 +110,8 @@ class TenantQueue:
     def release(self, requests: _TenantRequests, completions: int) -> None:
         """Release a tenant's places and admit the requests whose turn has come."""
         self._taken -= completions
-        requests.held -= completions
-        while self._first_at_once and requests.waiting and not requests.held:
+        requests.running -= completions
+        while self._first_at_once and requests.waiting and not requests.running:
             self._serve_next(requests)
         while self._order and self._taken < self._places:
             _, _, requests = heapq.heappop(self._order)
@@ -149,9 +149,9 @@ class TenantQueue:
 
     def _serve(self, requests: _TenantRequests, completions: int) -> int:
         """Take places; return the priority of the first of them."""
-        is_first = self._first_at_once and not requests.held
+        is_first = self._first_at_once and not requests.running
         priority = requests.served - AT_ONCE if is_first else requests.served
         self._taken += completions
         requests.served += completions
-        requests.held += completions
+        requests.running += completions
         return priority

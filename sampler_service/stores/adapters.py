@@ -40,7 +40,7 @@ class VersionRegistry:
     """Loads versions on demand, each only once, and unloads versions that are no longer needed.
 
     A loaded version never changes: a key identifies one content. If the trainer has other content under a number, for
-    example after its volume was restored, that content replaces the one held here; requests in progress end on the
+    example after its volume was restored, that content replaces the one that is here; requests in progress end on the
     content that they started with. If the engine is full, an idle version is evicted to disk, chosen by `Places`.
     """
 
@@ -102,9 +102,9 @@ class VersionRegistry:
         start = perf_counter()
         version, was_loaded = await self._acquire(ref, tenant)
         milliseconds = 0.0 if was_loaded else 1e3 * (perf_counter() - start)
-        with ExitStack() as held:
-            held.callback(self._end_use, version)
-            yield Lease(version.served, version.adapter, milliseconds, held.close)
+        with ExitStack() as resources:
+            resources.callback(self._end_use, version)
+            yield Lease(version.served, version.adapter, milliseconds, resources.close)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> Version:
         """Fetch and load a version. Concurrent calls share one fetch, which continues if a caller is cancelled."""
@@ -227,7 +227,7 @@ class VersionRegistry:
     async def _install(self, version: Version, arrival: Arrival) -> Version:
         """Load an arriving version into the engine, and return it or the one of the same content that is active.
 
-        The registry owns its files from now on, even if this raises. One that was on disk waits on if there is no room
+        The registry owns its files from now on, even if this raises. One that was on disk waits on if no slot is free
         for it: it may be nowhere else.
         Loading continues if the caller is cancelled, so that the engine never holds an adapter that is not registered.
         Raises VersionExists if the key is taken by other content, Overloaded if every loaded version is in use,
@@ -264,7 +264,7 @@ class VersionRegistry:
         numbers = asyncio.create_task(asyncio.to_thread(check_finite, staged.directory / WEIGHTS_FILE))
         try:
             async with self._loading:
-                await self._make_room(version.tenant)
+                await self._free_slot(version.tenant)
                 version.adapter = self._name(staged)
                 with self._metrics.load_seconds.time():
                     version.times = await self._engine.add_adapter(version.adapter)
@@ -307,7 +307,7 @@ class VersionRegistry:
         self.listeners.notify_loaded(version)
         return version
 
-    async def _make_room(self, tenant: str) -> None:
+    async def _free_slot(self, tenant: str) -> None:
         """Evict idle versions until a version of this tenant fits. Raises QuotaExceeded, Overloaded."""
         while (is_full := self._places.are_full()) or self._places.is_at_limit(tenant):
             # Wait for a version that is being unloaded rather than evict another.

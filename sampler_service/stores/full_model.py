@@ -137,11 +137,11 @@ class ModelSlot(SingleModelStore):
             with self._files.needed(key):
                 waiter = _Waiter(key, await self._stage(key, tenant), announced, arrival)
                 entered = await self._enter(waiter)
-        with ExitStack() as held:
-            held.callback(self._leave, waiter)
+        with ExitStack() as resources:
+            resources.callback(self._leave, waiter)
             if waiter.entry is not None:
                 check_owner(waiter.entry.tenant, key.ref(), tenant)
-            yield waiter.entry, held.close
+            yield waiter.entry, resources.close
 
     async def _stage(self, key: VersionKey, tenant: str) -> StagedAdapter | None:
         """Fetch and verify weights that are not loaded, before they enter the queue. Return None if none are needed."""

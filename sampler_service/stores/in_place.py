@@ -110,9 +110,9 @@ class InPlaceSlot(SingleModelStore):
         after an interrupted write, Unsupported for a checkpoint, and as `fetch`.
         """
         lease = await self._enter(ref, tenant)
-        with ExitStack() as held:
-            held.callback(self._end_use)
-            yield replace(lease, release=held.close)
+        with ExitStack() as resources:
+            resources.callback(self._end_use)
+            yield replace(lease, release=resources.close)
 
     async def fetch(self, key: VersionKey, tenant: str = PEER_TENANT) -> Version:
         """Return an announced version; if the trainer did not write it, it is written from the volume.
@@ -225,7 +225,7 @@ class InPlaceSlot(SingleModelStore):
     def _check(self, ref: ModelRef, tenant: str) -> ServedModel | None:
         """Return the model that a request gets; None if its weights are not loaded, or not yet."""
         entry = self._entry
-        if self._state is SlotState.WRITING:  # an interrupted write: `_changing` is held during one in progress
+        if self._state is SlotState.WRITING:  # an interrupted write: `_changing` is locked during one in progress
             raise errors.EngineUnavailable("a write of the weights was interrupted; the next publish writes them again")
         if ref.is_base:
             if self._state is not SlotState.BASE:

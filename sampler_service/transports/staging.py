@@ -171,5 +171,5 @@ def _staged() -> Iterator[None]:
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
-        message = "the sampler's staging directory is full; give it more room or keep fewer versions"
+        message = "the sampler's staging directory is full; give it more space or keep fewer versions"
         raise errors.DiskFull(message) from error

@@ -105,8 +105,8 @@ async def test_the_end_of_sequence_token_stops_unless_ignored(engine):
 
 async def test_min_tokens_holds_stop_tokens_back(engine):
     free = await one(engine, ask(max_tokens=12, seed=5, ignore_eos=True))
-    held = await one(engine, ask(max_tokens=12, seed=5, ignore_eos=True, stop_token_ids=free.tokens, min_tokens=6))
-    assert not set(free.tokens) & set(held.tokens[:6])
+    bounded = await one(engine, ask(max_tokens=12, seed=5, ignore_eos=True, stop_token_ids=free.tokens, min_tokens=6))
+    assert not set(free.tokens) & set(bounded.tokens[:6])
 
 
 async def test_without_max_tokens_a_completion_goes_to_the_end_of_the_context(engine):

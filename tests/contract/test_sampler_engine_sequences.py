@@ -61,10 +61,10 @@ async def test_256_samples_of_one_call_each_follow_their_own_seed(engine):
 async def test_with_min_tokens_1_the_first_token_cannot_end_the_completion(engine):
     request = {"max_tokens": 2, "temperature": 2.0, "seed": 8, "topk_logprobs": VOCAB_SIZE}
     free = await one(engine, ask(**request))
-    held = await one(engine, ask(**request, min_tokens=1))
+    bounded = await one(engine, ask(**request, min_tokens=1))
     assert EOS_ID in free.topk_ids[0]
-    assert EOS_ID not in held.topk_ids[0]
-    assert EOS_ID in held.topk_ids[1]
+    assert EOS_ID not in bounded.topk_ids[0]
+    assert EOS_ID in bounded.topk_ids[1]
 
 
 @pytest.mark.parametrize("how", ["close", "cancel", "deadline"])

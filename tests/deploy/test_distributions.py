@@ -29,6 +29,6 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("builder", [SdistBuilder, WheelBuilder])
 def test_a_distribution_holds_neither_secrets_nor_results(tree: Path, builder: type[SdistBuilder]) -> None:
-    held = {file.distribution_path for file in builder(str(tree)).recurse_included_files()}
-    assert "paceline/__init__.py" in held
-    assert not [path for path in held if path.startswith(("deploy/secrets", ".paceline", "results"))]
+    packed = {file.distribution_path for file in builder(str(tree)).recurse_included_files()}
+    assert "paceline/__init__.py" in packed
+    assert not [path for path in packed if path.startswith(("deploy/secrets", ".paceline", "results"))]

@@ -50,8 +50,8 @@ def test_adamw_cpu_reserves_the_memory_of_a_step_on_bfloat16_weights():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     optimizer.reserve()
-    held = 2 + 3 * 2  # float32 weights and noise; three batches of both moments
-    assert torch.cuda.max_memory_allocated() - before >= 4 * held * count
+    floats = 2 + 3 * 2  # float32 weights and noise; three batches of both moments
+    assert torch.cuda.max_memory_allocated() - before >= 4 * floats * count
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -71,7 +71,7 @@ async def test_bytes_of_calls_that_are_passed_on_are_bounded_by_tenant(tmp_path)
         up.sampler.gate.clear()
         up.sampler.reached = {1: asyncio.Event(), 2: asyncio.Event()}
         request = sampler_pb.SampleRequest(prompt=prompt)
-        held = [asyncio.ensure_future(up.client.sampler.Sample(request, metadata=up.auth))]
+        calls = [asyncio.ensure_future(up.client.sampler.Sample(request, metadata=up.auth))]
         await up.sampler.reached[1].wait()
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await up.client.sampler.Sample(request, metadata=up.auth)
@@ -79,7 +79,7 @@ async def test_bytes_of_calls_that_are_passed_on_are_bounded_by_tenant(tmp_path)
         assert isinstance(refused, errors.QuotaExceeded)
         assert (refused.metadata["quota"], refused.metadata["limit"]) == ("call_bytes", "10000")
         assert refused.retry_after
-        held.append(asyncio.ensure_future(up.client.sampler.Sample(request, metadata=up.other_auth)))
+        calls.append(asyncio.ensure_future(up.client.sampler.Sample(request, metadata=up.other_auth)))
         await up.sampler.reached[2].wait()
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await up.client.sampler.Sample(
@@ -87,7 +87,7 @@ async def test_bytes_of_calls_that_are_passed_on_are_bounded_by_tenant(tmp_path)
             )
         assert isinstance(error_from_rpc(failure.value), errors.Overloaded)
         up.sampler.gate.set()
-        await asyncio.gather(*held)
+        await asyncio.gather(*calls)
         await up.client.sampler.Sample(request, metadata=up.auth)
 
 
@@ -217,8 +217,8 @@ async def test_five_thousand_calls_of_clients_that_bound_their_calls_all_succeed
     up.sampler.gate.clear()
     full = up.sampler.reached[1024] = asyncio.Event()
     request = sampler_pb.SampleRequest()
-    async with AsyncExitStack() as held:
-        channels = [await held.enter_async_context(open_channel(up.client.address)) for _ in range(5)]
+    async with AsyncExitStack() as resources:
+        channels = [await resources.enter_async_context(open_channel(up.client.address)) for _ in range(5)]
 
         async def sample(channel: grpc.aio.Channel, places: asyncio.Semaphore) -> sampler_pb.SampleResponse:
             async with places:

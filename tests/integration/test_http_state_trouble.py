@@ -193,19 +193,19 @@ def test_only_damage_is_to_be_set_aside(tmp_path, name):
         gateway.comes_back()
 
 
-def test_a_disk_that_is_full_at_the_start_or_later_has_to_get_room(tmp_path):
+def test_a_disk_that_is_full_at_the_start_or_later_has_to_get_space(tmp_path):
     with disk(tmp_path / "disk", "size=2m") as folder:
         filler = fill(folder)
         with Gateway(folder / "http").running() as gateway:
             refusal = gateway.refusal()
-            assert "its disk is full; make room there" in refusal
+            assert "its disk is full; free space there" in refusal
             assert "aside" not in refusal
             filler.unlink()
             gateway.comes_back()
             filler = fill(folder)
             until(lambda: gateway.open_session().status_code == 503)
             refusal = gateway.open_session().json()["detail"]
-            assert "its disk is full; make room there" in refusal
+            assert "its disk is full; free space there" in refusal
             assert "aside" not in refusal
             assert gateway.is_out()
             filler.unlink()

@@ -239,9 +239,9 @@ def test_n_seed_stop_and_logprobs(client):
 def test_a_prompt_that_ends_within_a_character_is_not_repeated(client):
     prompt = make_tokenizer().encode("Peru costs 5 €")[:-1]
     asked = {"model": "model", "prompt": prompt, "max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    free, held = (client.completions.create(**asked, stop=stop).choices[0] for stop in (None, ["Peru"]))
+    free, with_stop = (client.completions.create(**asked, stop=stop).choices[0] for stop in (None, ["Peru"]))
     assert "Peru" not in free.text
-    assert (held.text, held.finish_reason) == (free.text, "length")
+    assert (with_stop.text, with_stop.finish_reason) == (free.text, "length")
 
 
 def test_several_prompts_as_text_and_as_tokens(client):

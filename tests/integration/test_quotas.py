@@ -1,4 +1,4 @@
-"""Quotas as tenants see them at the gateway: what is full, what is shared, and what frees room."""
+"""Quotas as tenants see them at the gateway: what is full, what is shared, and what frees space."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def on_disk(cluster: Cluster, *run_ids: str) -> int:
     return sum(path.stat().st_size for run_id in run_ids for path in (runs / run_id).glob("*/**/*") if path.is_file())
 
 
-def test_the_volume_is_shared_out_and_a_deletion_makes_room(cluster, service, other):
+def test_the_volume_is_shared_out_and_a_deletion_frees_space(cluster, service, other):
     training = service.create_lora_training_client(rank=8)
     neighbour = other.create_lora_training_client(rank=8)
     with pytest.raises(errors.QuotaExceeded) as refused:

@@ -173,7 +173,7 @@ async def unread(client, ref=None, **fields):
         yield call
 
 
-async def test_completions_that_nobody_reads_make_room_for_others_when_they_are_sampled(model, port, tmp_path):
+async def test_completions_that_nobody_reads_free_their_places_for_others_when_they_are_sampled(model, port, tmp_path):
     async with (
         sampling(model, port, tmp_path, max_num_seqs=2, reader_seconds=LONG) as client,
         unread(client, num_samples=8) as call,

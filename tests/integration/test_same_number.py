@@ -1,4 +1,4 @@
-"""Different content under a known version number, numbers that others pushed, and samplers without room."""
+"""Different content under a known version number, numbers that others pushed, and samplers without a free slot."""
 
 from __future__ import annotations
 

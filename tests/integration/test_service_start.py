@@ -64,7 +64,7 @@ async def test_a_service_that_cannot_start_ends_with_the_sentence_of_its_error()
     ("number", "remedy"),
     [
         (errno.EROFS, "Read-only file system; mount it so that it can be written to"),
-        (errno.ENOSPC, "No space left on device; make room on the disk"),
+        (errno.ENOSPC, "No space left on device; free space on the disk"),
         (errno.EACCES, "Permission denied; let the service's user read and write it"),
         (errno.ENOENT, "No such file or directory; choose another path, or mend it"),
     ],

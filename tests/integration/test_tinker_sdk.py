@@ -260,7 +260,7 @@ def test_sampled_logprobs_are_of_the_distribution_at_the_temperature(sdk):
     assert warm[one] - warm[other] == pytest.approx((plain[one] - plain[other]) / 2, abs=1e-4)
 
 
-def test_runs_of_sessions_that_are_over_make_room(wire):
+def test_runs_of_sessions_that_are_over_are_deleted(wire):
     for _ in range(MAX_RUNS + 1):
         session_id, model_id = open_model(wire)
         wire.post("/forward_backward", content=forward_backward(model_id, 1))
@@ -420,11 +420,11 @@ def test_addresses_of_weights_work_without_a_key_and_only_as_they_were_signed(cl
 
 
 def test_downloads_that_nobody_reads_hold_up_no_other_tenant(cluster, wire, address):
-    with ExitStack() as held:
-        greedy, other = (held.enter_context(tenant_of(cluster, address)) for _ in range(2))
+    with ExitStack() as resources:
+        greedy, other = (resources.enter_context(tenant_of(cluster, address)) for _ in range(2))
         urls = [save_external(tenant) for tenant in (greedy, other)]
-        clients = [held.enter_context(httpx.Client(timeout=60)) for _ in range(64)]
-        begun = [held.enter_context(client.stream("GET", urls[0])).status_code for client in clients]
+        clients = [resources.enter_context(httpx.Client(timeout=60)) for _ in range(64)]
+        begun = [resources.enter_context(client.stream("GET", urls[0])).status_code for client in clients]
         assert set(begun) <= {200, 429}
         assert len(httpx.get(urls[1], timeout=60).content) > 1000
         _, model_id = open_model(other)

@@ -261,7 +261,7 @@ async def test_what_the_volume_failed_to_take_is_copied_again_and_leaves_nothing
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_there_is_room(
+async def test_what_the_volume_failed_to_take_is_copied_again_by_itself_once_there_is_space(
     trainer, commander, monkeypatch
 ):
     checks, copy2 = [], shutil.copy2
@@ -357,12 +357,12 @@ async def test_no_copy_is_made_again_that_would_use_what_must_stay_free(trainer,
             await commander.send(pb.PublishWeightsRequest)
         await trainer.copies_failed(2)
     size = sum(path.stat().st_size for path in trainer.publisher.find(trainer.run, 1).iterdir())
-    room = size + size // 2  # for one of them
+    free_bytes = size + size // 2  # for one of them
     if how == "recreated":
         await trainer.restart()
 
     def usage(_):
-        return SimpleNamespace(free=room - size * len(layout.numbered(commander.version.parent)))
+        return SimpleNamespace(free=free_bytes - size * len(layout.numbered(commander.version.parent)))
 
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.limits.disk_guard.shutil.disk_usage", usage)
@@ -386,7 +386,7 @@ class CopiesInHand:
         self.has_failed = self.has_started_again = False
 
     async def publish(self, commander):
-        """Publish both, until version 1 waits for room and version 2 is being copied."""
+        """Publish both, until version 1 waits for space and version 2 is being copied."""
         self.monkeypatch.setattr("trainer_service.publish.volume_copies.COPY_AGAIN_SECONDS", 0.01)
         self.monkeypatch.setattr("trainer_service.publish.volume_copies.shutil.copy2", self.copy)
         for _ in range(2):
@@ -397,7 +397,7 @@ class CopiesInHand:
         await asyncio.to_thread(wait_for, lambda: self.refused)
 
     async def start_again(self):
-        """Make room for version 1; return when its copy has started again."""
+        """Free space for version 1; return when its copy has started again."""
         self.is_full = False
         await asyncio.to_thread(wait_for, lambda: self.has_started_again)
 

@@ -28,14 +28,14 @@ def free_port() -> int:
     A connection could take an assignable port before a service listens on it, or while the service is down. Even
     a client that polls the port could take it, because a socket can connect to its own port.
     """
-    return _free_port(room=1)
+    return _free_port(count=1)
 
 
-def _free_port(room: int) -> int:
-    """Reserve a port as `free_port` does, with the next `room` - 1 ports below the range that the kernel assigns."""
+def _free_port(count: int) -> int:
+    """Reserve a port as `free_port` does, with the next `count` - 1 ports below the range that the kernel assigns."""
     end = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
     while True:
-        port = SystemRandom().randrange(_FIRST, max(end, _FIRST + 1_000) + 1 - room)
+        port = SystemRandom().randrange(_FIRST, max(end, _FIRST + 1_000) + 1 - count)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if _reserve(port):
@@ -45,7 +45,7 @@ def _free_port(room: int) -> int:
 def free_service_ports() -> int:
     """Reserve a port with the next three and the health ports 100 above, as `paceline up` needs them."""
     while True:
-        base = _free_port(room=103)
+        base = _free_port(count=103)
         if all(is_free(base + offset) and _reserve(base + offset) for offset in (1, 2, 3, 100, 101, 102)):
             return base
 

@@ -105,7 +105,7 @@ class PeftEngine:
             if isinstance(parameters, LoraConfig):
                 run: EngineRun = self._make_lora_run(run_id, parameters)
             else:
-                self._offloader.make_room(full_run_bytes(parameters, self._options, self._base_parameters))
+                self._offloader.free_memory(full_run_bytes(parameters, self._options, self._base_parameters))
                 run = make_full_run(run_id, parameters, self._options, self._mode, self.model)
         self.runs[run_id] = run
         self._offloader.add(run)
@@ -222,7 +222,7 @@ class PeftEngine:
     def _make_lora_run(self, run_id: str, lora: LoraConfig) -> LoraRun:
         targets = lora_run.target_modules(self.model, lora)
         count = lora_run.count_parameters(self.model, lora, targets)
-        self._offloader.make_room((_WEIGHT_BYTES + TRAINED_BYTES) * count)
+        self._offloader.free_memory((_WEIGHT_BYTES + TRAINED_BYTES) * count)
         base_model = self._options.base_reference
         return lora_run.make_lora_run(self.model, run_id, lora, targets, base_model, self._device)
 

@@ -93,13 +93,13 @@ def _attach(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_complete(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    held = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in tensors.items():
-        if name not in held:
+        if name not in parameters:
             raise BaseMismatch(f"the sampler lends {name}, which {type(model).__name__} does not have.")
-        if held[name].data_ptr() != tensor.data_ptr():
+        if parameters[name].data_ptr() != tensor.data_ptr():
             raise BaseMismatch(f"{name} is tied in {type(model).__name__}, and a tensor of its own in the sampler.")
-    for name, value in (*held.items(), *model.named_buffers()):
+    for name, value in (*parameters.items(), *model.named_buffers()):
         if value.is_meta:
             raise BaseMismatch(f"{name} of {type(model).__name__} has no value.")
 

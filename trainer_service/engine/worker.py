@@ -63,7 +63,7 @@ class EngineWorker:
         self._payloads: SimpleQueue[bytes] = SimpleQueue()
         """Requests that rank 0 has received through the pipe."""
         self._held: list[messages.Request] = []
-        """Commands held back until their run's job is done."""
+        """Commands that wait until their run's job is done."""
         self._jobs: dict[str, messages.Request] = {}
         """Requests of the started jobs, by run."""
         self._deferred: SimpleQueue[tuple[messages.Request, _DeferredWork]] = SimpleQueue()

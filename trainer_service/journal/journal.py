@@ -140,7 +140,7 @@ class RunJournal:
     def append(self, record: Record, *, sync: bool) -> asyncio.Future[None]:
         """Append a record. The future resolves when the record is written and, with `sync`, durable.
 
-        A command's future raises DiskFull if there is no room, and EngineUnavailable if writing fails otherwise; then
+        A command's future raises DiskFull if the disk is full, and EngineUnavailable if writing fails otherwise; then
         neither it nor any later command was written.
         """
         written = asyncio.get_running_loop().create_future()
@@ -344,7 +344,7 @@ class RunJournal:
         segment.synced()
 
     def _start_over(self) -> str:
-        if self._directory.exists():  # unless an attempt before this one had no room for the new journal
+        if self._directory.exists():  # unless an attempt before this one lacked space for the new journal
             self._aside = layout.quarantine(self._directory).name
         try:
             self.create(self._directory, max(self._last_written + 1, 2))
@@ -385,7 +385,7 @@ class _SyncFailedError(OSError):
 
 
 def _full() -> errors.DiskFull:
-    message = "the checkpoint volume is full; nothing was executed: make room and send the command again"
+    message = "the checkpoint volume is full; nothing was executed: free space and send the command again"
     return errors.DiskFull(message, retry_after=_FULL_RETRY_SECONDS)
 
 

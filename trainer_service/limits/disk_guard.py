@@ -53,7 +53,7 @@ class Reservation:
 
 
 class DiskGuard:
-    """Refuses work for which the checkpoint volume, or its tenant's share of it, has no room. Thread-safe."""
+    """Refuses work for which the checkpoint volume, or its tenant's share of it, is too full. Thread-safe."""
 
     def __init__(
         self, min_free_bytes: int = 0, volume: layout.Volume | None = None, tenant_limit: int | None = 0

@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 
 class ByteGate:
-    """Admits holders of bytes in order of arrival, each once its bytes fit beside those already held."""
+    """Admits holders of bytes in order of arrival, each once its bytes fit beside those in use."""
 
     def __init__(self, limit: int) -> None:
         """Admit `limit` bytes at a time, or a single larger holder alone; 0 means no limit."""
         self._limit = limit
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._holders = 0
-        self.held = 0
-        """Bytes held at present."""
+        self.used = 0
+        """Bytes in use at present."""
 
     @property
     def is_awaited(self) -> bool:
@@ -46,15 +46,15 @@ class ByteGate:
             self._release(size)
 
     def _fits(self, size: int) -> bool:
-        return not self._limit or not self._holders or self.held + size <= self._limit
+        return not self._limit or not self._holders or self.used + size <= self._limit
 
     def _acquire(self, size: int) -> None:
         self._holders += 1
-        self.held += size
+        self.used += size
 
     def _release(self, size: int) -> None:
         self._holders -= 1
-        self.held -= size
+        self.used -= size
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:

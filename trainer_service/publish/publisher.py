@@ -244,7 +244,7 @@ class Publisher:
     async def settled(self, run_id: str) -> None:
         """Wait until a run's published versions are on the volume. Raises the error that keeps one from it.
 
-        What the volume did not take before is copied again. Raises DiskFull if there is no room for it.
+        What the volume did not take before is copied again. Raises DiskFull if the volume is too full for it.
         """
         await self._copies.settled(run_id)
 
@@ -525,7 +525,7 @@ def _naming_staging_dir() -> Iterator[None]:
     try:
         yield
     except errors.DiskFull as error:
-        message = "the trainer's staging_dir is full; give it more room, or set another, and publish again"
+        message = "the trainer's staging_dir is full; give it more space, or set another, and publish again"
         raise errors.DiskFull(message) from error
 
 

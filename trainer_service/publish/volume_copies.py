@@ -85,7 +85,7 @@ class VolumeCopies:
         return task
 
     def start_if_free(self, copy: VersionCopy) -> None:
-        """Copy a version as soon as there is room for it."""
+        """Copy a version as soon as the volume has space for it."""
         self._failed[copy.key] = copy
         self._copy_next(copy.run_id)
 
@@ -161,7 +161,7 @@ class VolumeCopies:
         self._timers[run_id] = asyncio.get_running_loop().call_later(seconds, self._copy_next, run_id)
 
     def _copy_next(self, run_id: str) -> None:
-        """Copy one of the versions that the volume did not take, or set a time to try again if there is no room.
+        """Copy one of the versions that the volume did not take, or set a time to try again if it is full.
 
         It is the newest of those that failed least often. The others follow once the volume takes one, so that a volume
         that fails is not asked to take all of them each time.
@@ -179,7 +179,7 @@ class VolumeCopies:
             timer.cancel()
 
     def _start_again(self, copy: VersionCopy) -> None:
-        """Start a failed copy again. Raises DiskFull if there is no room for it and those in progress."""
+        """Start a failed copy again. Raises DiskFull if the volume has no space for it and those in progress."""
         in_progress = (each for each, _ in self._in_progress.values())
         self._guard.check_free(self._volume.root, sum(map(self._missing_bytes, [copy, *in_progress])))
         del self._failed[copy.key]

@@ -2,7 +2,7 @@
 
                   ┌──► WITHDRAWN ◄──┐
                   │ gap,            │ the journal
-                  │ superseded      │ has no room
+                  │ superseded      │ is full
     arrives ──► HELD ──────────► WRITING ────────► ACCEPTED ◄──► EXECUTING ──► SUCCEEDED
                   │ lost            │ refused input    │ cancelled      │
                   └─────────────────┴──────────────► REFUSED ◄──────────┘
@@ -172,7 +172,7 @@ class PendingCommands:
 
         Raises QuotaExceeded or Overloaded if too much waits, unless the run needs this command to make progress.
         """
-        self._check_room(command)
+        self._check_capacity(command)
         pending = self._add(command)
         self._append_following()
         if pending.state is PendingState.HELD:
@@ -182,7 +182,7 @@ class PendingCommands:
     @contextmanager
     def arriving(self, command: Command) -> Iterator[None]:
         """Count a new command's bytes while it is checked. Raises as `accept` does."""
-        self._check_room(command)
+        self._check_capacity(command)
         self._bytes.add(self._tenant, command.size)
         try:
             yield
@@ -246,7 +246,7 @@ class PendingCommands:
         """Return the commands that are executing."""
         return [(one.command, one.progress) for one in self.by_seq_id.values() if one.progress is not None]
 
-    def _check_room(self, command: Command) -> None:
+    def _check_capacity(self, command: Command) -> None:
         accepted = sum(one.state is not PendingState.HELD for one in self.by_seq_id.values())
         # With those that are missing before it. A missing one always fits, because the one that is held behind it did.
         if accepted + command.seq_id - self.appended > MAX_OUTSTANDING:

@@ -98,7 +98,7 @@ class RunRegistry:
         """Write the volume's format where it is not known.
 
         If the disk is full, the next startup does it. Runs are served meanwhile, so that tenants can delete some to
-        make room.
+        free space.
         """
         try:
             declare_format(self._volume.root)
@@ -205,7 +205,7 @@ class RunRegistry:
             await self.write(record)
 
     async def write(self, record: RunRecord, **changes: Any) -> None:
-        """While `record.persisting` is held, write run.json with `changes`, which the caller makes afterwards.
+        """While `record.persisting` is locked, write run.json with `changes`, which the caller makes afterwards.
 
         Raises DiskFull, OSError.
         """

@@ -53,7 +53,7 @@ class OnlineApi:
         self._most_bytes = max_message_bytes // 2
         self._learners: dict[int, Learner] = {}
         self._names: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
-        """Locks held while a name is given a model, or a model is given examples."""
+        """Locks, owned while a name is given a model, or a model is given examples."""
 
     async def start(self) -> None:
         """Resume the work that an earlier gateway left unfinished."""
@@ -113,13 +113,13 @@ class OnlineApi:
         included. The bytes count as those of calls do, because they are in memory as well: it also raises QuotaExceeded
         or Overloaded at their limits.
         """
-        counters, held = (self._rendered, self._services.waiting_bytes), 0
+        counters, reserved = (self._rendered, self._services.waiting_bytes), 0
 
         def reserve(size: int) -> None:
-            nonlocal held
+            nonlocal reserved
             self.store.check_waiting(tenant, self._rendered.used(tenant) + size)
             calls = self._services.waiting_bytes
-            if calls.tenant_limit and held + size > calls.tenant_limit:  # waiting would not help
+            if calls.tenant_limit and reserved + size > calls.tenant_limit:  # waiting would not help
                 raise errors.MessageTooLarge(
                     f"renders to more than the {calls.tenant_limit} bytes that may wait: post fewer at a time, or have "
                     f"the operator raise {calls.quota.setting}",
@@ -128,13 +128,13 @@ class OnlineApi:
             calls.check(tenant, size)
             for counter in counters:
                 counter.add(tenant, size)
-            held += size
+            reserved += size
 
         try:
             yield reserve
         finally:
             for counter in counters:
-                counter.remove(tenant, held)
+                counter.remove(tenant, reserved)
 
     async def _examples(self, tenant: str, given: TrainRequest, size: int, reserve: Reserve) -> list[NewExample]:
         """Render the conversations of a request of `size` bytes. Raises the trainer's errors and those of `reserve`."""
@@ -185,15 +185,15 @@ class OnlineApi:
     async def _add_model(
         self, tenant: str, name: str, optimizer: str, lora: Mapping[str, Any], old: OnlineModel | None
     ) -> OnlineModel:
-        """Store a new model. At the tenant's limit those whose runs were deleted make room, oldest first."""
+        """Store a new model. At the tenant's limit those whose runs were deleted are forgotten, oldest first."""
         while True:
             try:
                 return await self.store.add_model(tenant, name, uuid4().hex, optimizer, lora, instead_of=old)
             except errors.QuotaExceeded:
-                if not await self._make_room(tenant):
+                if not await self._forget_oldest(tenant):
                     raise
 
-    async def _make_room(self, tenant: str) -> bool:
+    async def _forget_oldest(self, tenant: str) -> bool:
         """Forget the tenant's oldest model that has neither a run nor waiting examples; return whether there was one.
 
         A model that a request creates or trains just now is left alone.

@@ -114,16 +114,16 @@ class Downloads:
         @router.get("/downloads/{token}/{file}")
         async def download(token: str, file: str) -> StreamedResponse:
             grant = self._read(token, file)
-            async with AsyncExitStack() as held:
-                held.enter_context(self.counted(grant.tenant))
+            async with AsyncExitStack() as resources:
+                resources.enter_context(self.counted(grant.tenant))
                 sizes = await self.files(grant.tenant, CheckpointPath.parse(grant.path))
                 if file == ARCHIVE:
-                    return StreamedResponse(self._archive(grant), held.pop_all(), media_type="application/x-tar")
+                    return StreamedResponse(self._archive(grant), resources.pop_all(), media_type="application/x-tar")
                 if file not in sizes:
                     raise errors.CheckpointNotFound("has no such file", field="file")
                 headers = {"Content-Length": str(sizes[file])}
                 kind = "application/octet-stream"
-                return StreamedResponse(self._file(grant, file), held.pop_all(), headers=headers, media_type=kind)
+                return StreamedResponse(self._file(grant, file), resources.pop_all(), headers=headers, media_type=kind)
 
         return router
 

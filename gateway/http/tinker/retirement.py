@@ -1,4 +1,4 @@
-"""Runs of sessions that are over: saved if their newest steps are not, then deleted, so that they take no room.
+"""Runs of sessions that are over: saved if their newest steps are not, then deleted, so that they take no space.
 
 The SDK has no call that ends a run, and hosted Tinker's runs end with their sessions too. Checkpoints stay.
 """
@@ -35,7 +35,7 @@ class Retirement:
         self._services = services
         self._store = store
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By model; held while its run is deleted."""
+        """By model; locked while its run is deleted."""
         self._tenants: dict[str, asyncio.Task[None]] = {}
         self._background = Background("runs of ended sessions were not deleted; it is tried again")
 
@@ -45,7 +45,7 @@ class Retirement:
             if (task := self._tenants.get(tenant)) is None or task.done():
                 self._tenants[tenant] = self._background.spawn(self._retire_all(tenant))
 
-    async def make_room(self, tenant: str) -> bool:
+    async def delete_oldest(self, tenant: str) -> bool:
         """Delete the tenant's oldest run whose session is over; return whether one was deleted."""
         for model in self._store.abandoned(tenant):
             if await self._retire(model):

@@ -16,9 +16,9 @@ from paceline.types import Checkpoint
 
 FORMAT = 1
 MOST_SESSIONS = 1_000
-"""Sessions of a tenant that are kept; beyond, the oldest that are over make room."""
+"""Sessions of a tenant that are kept; beyond, the oldest that are over are forgotten."""
 MOST_SAMPLERS = 10_000
-"""Samplers of a session that are kept; beyond, those of the oldest versions make room."""
+"""Samplers of a session that are kept; beyond, those of the oldest versions are forgotten."""
 MOST_RESULT_BYTES = 1 << 30
 """Bytes of a tenant's finished results that are kept, each with its overhead."""
 _OVERHEAD = 512

@@ -29,11 +29,11 @@ def forward_backward_request(
     message: pb.ForwardBackwardRequest, run_id: str, seq_id: int
 ) -> trainer_pb.ForwardBackwardRequest:
     """Convert a batch. Raises InvalidArgument or a subclass of it, and Unsupported for images."""
-    room = _Room(_MAX_DENSE)
+    budget = _DenseBudget(_MAX_DENSE)
     return trainer_pb.ForwardBackwardRequest(
         run_id=run_id,
         seq_id=seq_id,
-        data=[_datum(datum, message.loss_fn, f"data[{index}]", room) for index, datum in enumerate(message.data)],
+        data=[_datum(datum, message.loss_fn, f"data[{index}]", budget) for index, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
         loss_fn_config=_config(message),
         forward_only=message.forward_only,
@@ -50,7 +50,7 @@ def _config(message: pb.ForwardBackwardRequest) -> Mapping[str, float]:
 
 
 @dataclass(slots=True)
-class _Room:
+class _DenseBudget:
     """Bytes that a request's sparse arrays may still expand to, since a shape of a few bytes can mean any number."""
 
     left: int
@@ -62,13 +62,13 @@ class _Room:
         self.left -= size
 
 
-def _datum(datum: pb.Datum, loss_fn: str, field: str, room: _Room) -> datum_pb2.Datum:
+def _datum(datum: pb.Datum, loss_fn: str, field: str, budget: _DenseBudget) -> datum_pb2.Datum:
     for index, chunk in enumerate(datum.model_input):
         if chunk.WhichOneof("chunk") is None:
             message = "is an image, audio or empty; this server accepts tokens (encoded_text)"
             raise errors.Unsupported(message, field=f"{field}.model_input[{index}]")
     tokens = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
-    inputs = {name: _tensor(name, tensor, f"{field}.{name}", room) for name, tensor in datum.loss_fn_inputs.items()}
+    inputs = {name: _tensor(name, tensor, f"{field}.{name}", budget) for name, tensor in datum.loss_fn_inputs.items()}
     shape = [len(tokens) // 4]
     if loss_fn == "cross_entropy" and "weights" not in inputs and "target_tokens" in inputs:
         targets = inputs["target_tokens"]
@@ -81,14 +81,14 @@ def _datum(datum: pb.Datum, loss_fn: str, field: str, room: _Room) -> datum_pb2.
     )
 
 
-def _tensor(name: str, tensor: pb.Tensor, field: str, room: _Room) -> tensor_pb2.Tensor:
+def _tensor(name: str, tensor: pb.Tensor, field: str, budget: _DenseBudget) -> tensor_pb2.Tensor:
     """Convert an array; a dense one whose dtype exists in both formats keeps its bytes."""
     if tensor.dtype not in _DTYPES:
         raise errors.InvalidDtype(f"is {tensor.dtype}; send float32, int64, int32 or bfloat16", field=f"{field}.dtype")
     is_dense = tensor.WhichOneof("layout") != "sparse_csr"
     if is_dense and tensor.dtype in _WIRE and name not in MASK_INPUTS:
         return tensor_pb2.Tensor(dtype=_WIRE[tensor.dtype], shape=tensor.shape, data=tensor.dense)
-    array = _dense(tensor, field) if is_dense else _from_csr(tensor, field, room)
+    array = _dense(tensor, field) if is_dense else _from_csr(tensor, field, budget)
     if name in MASK_INPUTS:
         return codec.tensor_to_proto((array != 0).astype(np.uint8), field)
     return codec.tensor_to_proto(array, field)
@@ -111,7 +111,7 @@ def _dense(tensor: pb.Tensor, field: str) -> Array:
     return values.reshape(shape)
 
 
-def _from_csr(tensor: pb.Tensor, field: str, room: _Room) -> Array:
+def _from_csr(tensor: pb.Tensor, field: str, budget: _DenseBudget) -> Array:
     """Return a sparse matrix as a dense one."""
     sparse, shape = tensor.sparse_csr, tuple(tensor.shape)
     values = _elements(sparse.values, tensor.dtype, field)
@@ -128,7 +128,7 @@ def _from_csr(tensor: pb.Tensor, field: str, room: _Room) -> Array:
     )
     if not is_sound:
         raise errors.InvalidShape("has indices outside its shape", field=field)
-    room.take(prod(shape) * values.itemsize, field)
+    budget.take(prod(shape) * values.itemsize, field)
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), counts), columns] = values
     return dense

@@ -378,7 +378,7 @@ class Training:
             return known.run_id
         message.request_id = hashlib.sha256(model_id.encode()).hexdigest()
         create = partial(self._services.call, tenant, message, pb.CreateRunResponse, seconds=_SECONDS)
-        made = await self._with_room(tenant, create)
+        made = await self._create_in_limit(tenant, create)
         for warning in made.warnings:
             _log.warning("model not served as asked", model=model_id, run=made.run.run_id, warning=warning)
         run = model_of(codec.run_from_proto(made.run))
@@ -396,7 +396,7 @@ class Training:
         self._tidying.added(tenant, await self._store.add_model(model))
         return model.run_id
 
-    async def _with_room(
+    async def _create_in_limit(
         self, tenant: str, create: Callable[[], Awaitable[pb.CreateRunResponse]]
     ) -> pb.CreateRunResponse:
         """Create a run. At the tenant's limit, the runs of sessions that are over go at once, oldest first."""
@@ -404,7 +404,7 @@ class Training:
             try:
                 return await create()
             except errors.TooManyRuns:
-                if not await self._retirement.make_room(tenant):
+                if not await self._retirement.delete_oldest(tenant):
                     raise
 
 

@@ -104,7 +104,7 @@ class HfEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         info = self._live().info
-        check_tokens(info, request.prompt, "prompt", room=1)
+        check_tokens(info, request.prompt, "prompt", reserved=1)
         check_loaded(request.adapter, self._live().bank.loaded)
         budget = completion_budget(info, len(request.prompt), request.params)
         refuse_constraint(request.params)

@@ -14,7 +14,7 @@ GREEDY = 1e-5
 """Temperatures below this select the likeliest token."""
 
 CHUNK = 256
-"""Positions whose distributions are held in float32 at a time."""
+"""Positions whose distributions are in memory in float32 at a time."""
 
 
 def is_greedy(params: SamplingParams) -> bool:

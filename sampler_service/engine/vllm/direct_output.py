@@ -4,7 +4,7 @@ vLLM creates several objects for every token of every request and wakes a task, 
 Here a token and its log-probability go to the request's coalescer as they arrive from the engine's process, and the
 coalescer decides when the reader's task wakes. Anything else that comes with tokens goes through vLLM's own conversion.
 
-With the coalescer's held-back wakeups, the service's process passes on 2.4 times as many tokens a CPU second. That is
+With the coalescer's delayed wakeups, the service's process passes on 2.4 times as many tokens a CPU second. That is
 felt where a GPU samples thousands of tokens a second, not on a CPU (bench/results/mechanisms.md).
 """
 

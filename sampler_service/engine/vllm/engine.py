@@ -159,7 +159,7 @@ class VllmEngine:
             max_lora_rank=self._options.max_lora_rank,
             num_layers=model.get_total_num_hidden_layers(),
         )
-        # vLLM samples a token after every prompt. Room for one more lets sequences of the full context length be
+        # vLLM samples a token after every prompt. A context of one more lets sequences of the full context length be
         # scored; that position is never computed.
         model.max_model_len += 1
         if current_platform.is_cpu():
@@ -232,7 +232,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         engine = self._live()
-        check_tokens(engine.info, request.prompt, "prompt", room=1)
+        check_tokens(engine.info, request.prompt, "prompt", reserved=1)
         check_loaded(request.adapter, self._adapters)
         budget = completion_budget(engine.info, len(request.prompt), request.params)
         await check_grammar(request.params, engine.grammars)

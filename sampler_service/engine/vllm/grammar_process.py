@@ -97,11 +97,11 @@ class GrammarProcess:
         if key in self._answers:
             self._answers.move_to_end(key)
             return self._answers[key]
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(turn())
-            await held.enter_async_context(self._free)
+        async with AsyncExitStack() as resources:
+            await resources.enter_async_context(turn())
+            await resources.enter_async_context(self._free)
             # Continues if the caller is cancelled: its answer must be read before the next question is asked.
-            asking = self._ask(key, message, held.pop_all())
+            asking = self._ask(key, message, resources.pop_all())
         return await self._asking.run(asking)
 
     def close(self) -> None:
@@ -110,8 +110,8 @@ class GrammarProcess:
         if self._builder is not None:
             self._builder.process.kill()
 
-    async def _ask(self, key: bytes, message: bytes, held: AsyncExitStack) -> str:
-        async with held:
+    async def _ask(self, key: bytes, message: bytes, resources: AsyncExitStack) -> str:
+        async with resources:
             if key not in self._answers:  # it may have been asked while this call waited
                 self._answers[key] = await asyncio.to_thread(self._exchange, message)
                 if len(self._answers) > _MOST_ANSWERS:

@@ -307,7 +307,7 @@ class _Engine:
         """Sample in a place of the queue, and release it, and with the last of a call its weights, at the end."""
         request, tokens = call.request, prompt.get("prompt_token_ids") or []
         try:
-            check_tokens(self._info, tokens, call.prompt, room=1)
+            check_tokens(self._info, tokens, call.prompt, reserved=1)
             if call.demands and params.structured_outputs is None:
                 message = "needs a tool parser for which vLLM has a grammar; PACELINE_SAMPLER_TOOL_PARSER names it"
                 raise errors.Unsupported(message, field=call.demands)

@@ -1,7 +1,7 @@
 """vLLM's schedulers, which start waiting completions in the order of their priority, and some of them at once.
 
-vLLM advances a limited number of completions. Without room beyond that number, one of a tenant that has nothing in the
-engine would wait until one of the others ends, which may take as long as the longest completion.
+vLLM advances a limited number of completions. Without places beyond that number, one of a tenant that has nothing in
+the engine would wait until one of the others ends, which may take as long as the longest completion.
 """
 
 from __future__ import annotations

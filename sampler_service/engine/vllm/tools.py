@@ -1,6 +1,6 @@
 """A chat's tools: checked, and completed so that vLLM can hold calls to their schemas.
 
-Calls are held to the schemas of their arguments if the request demands a call (`tool_choice` required or a name), asks
+Calls must follow the schemas of their arguments if the request demands a call (`tool_choice` required or a name), asks
 for it (`strict`), or has vLLM bound the number of calls, for which it needs a grammar of them anyway. Otherwise the
 model calls as it was trained to.
 """
@@ -32,14 +32,14 @@ class ToolUse:
     demands: str = ""
     """The field that demands calls which match their schemas; empty if none does."""
     is_constrained: bool = False
-    """Whether calls are held to their schemas."""
+    """Whether calls must follow their schemas."""
 
 
 class DemandedCalls:
     """Checks that an answer has the calls that its request demands.
 
-    What was sampled is held to the schemas, but a parser may not find it: a text within the arguments can be what marks
-    the end of a call in the model's format.
+    What was sampled must follow the schemas, but a parser may not find it: a text within the arguments can be what
+    marks the end of a call in the model's format.
     """
 
     def __init__(self) -> None:

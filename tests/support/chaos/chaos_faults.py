@@ -384,7 +384,7 @@ class FullDisk:
         self._filling = asyncio.ensure_future(asyncio.to_thread(run))
 
     async def end(self) -> None:
-        """Wait until the disk has room again. Raises what ended the filling."""
+        """Wait until the disk has free space again. Raises what ended the filling."""
         if self._filling is not None:
             await self._filling
 
@@ -393,7 +393,7 @@ class FullDisk:
             subprocess.run(["umount", "-l", str(self._volume)], check=True)
 
     def _fill(self, random: Random, seconds: float) -> bool:
-        """Leave less room than must stay free, or none; return whether that was achieved."""
+        """Leave less space than must stay free, or none; return whether that was achieved."""
         spare = random.choice((0, 64 << 20))
         with self._filler.open("wb") as file:
             is_full = any(self._take(file.fileno(), spare) for _ in range(_FILL_ATTEMPTS))
@@ -403,9 +403,9 @@ class FullDisk:
         return is_full
 
     def _take(self, file: int, spare: int) -> bool:
-        room = shutil.disk_usage(self._volume).free - spare
+        size = shutil.disk_usage(self._volume).free - spare
         try:
-            os.posix_fallocate(file, 0, max(room, 1))
+            os.posix_fallocate(file, 0, max(size, 1))
         except OSError:  # others wrote meanwhile
             return False
         return True

@@ -19,7 +19,7 @@ from paceline import errors
 from paceline.rpc.status import abort
 
 _MOMENT = 0.03
-"""Seconds that a call is held back if no other arrives."""
+"""Seconds that a call is delayed if no other arrives."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),

@@ -11,7 +11,7 @@ PROGRAM = """
 from paceline.log import configure_logging, get_logger
 
 def fail(prompt):
-    raise RuntimeError("no room")
+    raise RuntimeError("disk full")
 
 configure_logging("sampler", "info", "{log_format}")
 try:
@@ -26,7 +26,7 @@ def test_a_traceback_shows_no_local_variable(log_format):
     command = [sys.executable, "-c", PROGRAM.replace("{log_format}", log_format)]
     logged = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "RuntimeError" in logged
-    assert "no room" in logged
+    assert "disk full" in logged
     assert "secret prompt" not in logged
 
 

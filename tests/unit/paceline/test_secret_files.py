@@ -93,7 +93,7 @@ def assert_whole(folder: Path) -> None:
 
 
 @contextmanager
-def no_room() -> Iterator[None]:
+def full_disk() -> Iterator[None]:
     """Let no file have a byte, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_what_was_there_and_no_empty_secret(writer, tmp_path)
     writer.before(tmp_path)
     before = secrets_below(tmp_path)
     with (
-        no_room(),
+        full_disk(),
         pytest.raises((CannotStart, errors.InvalidArgument, errors.Unavailable, OSError), match="too large"),
     ):
         writer.write(tmp_path)

@@ -166,9 +166,9 @@ class Gathers:
             self._plan.append((input_tensor.numel(), input_tensor.dtype, input_tensor.device))
         if output_tensor.device.type == "cpu":
             # gloo counts a collective before it allocates copies of both tensors. If that failed, the collective could
-            # not be completed later: it would pair with the others' next one. So check for room before starting it.
-            room = [torch.empty_like(tensor) for tensor in (output_tensor, input_tensor)]
-            del room
+            # not be completed later: it would pair with the others' next one. So check that both fit into memory first.
+            copies = [torch.empty_like(tensor) for tensor in (output_tensor, input_tensor)]
+            del copies
         with in_step():
             work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         self._done += 1

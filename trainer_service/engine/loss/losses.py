@@ -128,10 +128,10 @@ def _surrogate(log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[
     """
     advantages, (low, high) = inputs["advantages"], _thresholds(inputs, config)
     ratio = log_ratio.detach().exp()
-    held = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     bound = torch.where(advantages > 0, high, low)
-    ratio = _where((advantages != 0) & ~held, log_ratio).exp()
-    return -torch.where(held, bound, ratio) * advantages, held
+    ratio = _where((advantages != 0) & ~clipped, log_ratio).exp()
+    return -torch.where(clipped, bound, ratio) * advantages, clipped
 
 
 def _where(used: Tensor, values: Tensor) -> Tensor:

@@ -70,14 +70,14 @@ class Scheduler(Generic[D]):
     def _fill(self, sharing: list[D]) -> list[list[tuple[D, list[PackedSegment]]]]:
         queues = {demand.run_id: demand.waiting[0] for demand in sharing}
         passes: list[dict[str, tuple[D, list[PackedSegment]]]] = [{} for _ in range(self._ranks)]
-        rooms = [self._pack_tokens] * self._ranks
+        free_tokens = [self._pack_tokens] * self._ranks
         while sharing:
             demand = min(sharing, key=self._level)
             queue = queues[demand.run_id]
-            emptiest = max(range(self._ranks), key=rooms.__getitem__)
-            taken, room = passes[emptiest], rooms[emptiest]
+            emptiest = max(range(self._ranks), key=free_tokens.__getitem__)
+            taken, free = passes[emptiest], free_tokens[emptiest]
             # The first segment is taken whatever its length; none fits beside one that is longer than a pass.
-            segment = next((each for each in queue if each.length <= room or not taken), None)
+            segment = next((each for each in queue if each.length <= free or not taken), None)
             if segment is None:
                 sharing.remove(demand)
                 if not queue:
@@ -86,7 +86,7 @@ class Scheduler(Generic[D]):
             queue.remove(segment)
             taken.setdefault(demand.run_id, (demand, []))[1].append(segment)
             self._levels[demand.run_id] += segment.length
-            rooms[emptiest] -= segment.length
+            free_tokens[emptiest] -= segment.length
         return [list(taken.values()) for taken in passes]
 
     def _may_join(self, demand: D, first: D) -> bool:

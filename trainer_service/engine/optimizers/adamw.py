@@ -89,12 +89,12 @@ class AdamWCpu(Optimizer[AdamParams]):
             if len(returned) > 1:
                 returned[-2].synchronize()
             with torch.cuda.stream(self._copy_in_stream):
-                held = _Moments(names, self._copy_in("exp_avg", names), self._copy_in("exp_avg_sq", names))
+                moments = _Moments(names, self._copy_in("exp_avg", names), self._copy_in("exp_avg_sq", names))
             computing.wait_stream(self._copy_in_stream)
-            _fused_step([self._parameters[name] for name in names], held.first, held.second, params, step)
+            _fused_step([self._parameters[name] for name in names], moments.first, moments.second, params, step)
             self._copy_back_stream.wait_stream(computing)
             with torch.cuda.stream(self._copy_back_stream):
-                self._copy_back(held, (computing, self._copy_back_stream))
+                self._copy_back(moments, (computing, self._copy_back_stream))
                 returned.append(self._copy_back_stream.record_event())
         # The next step must find the moments in host memory.
         computing.wait_stream(self._copy_back_stream)
@@ -105,9 +105,9 @@ class AdamWCpu(Optimizer[AdamParams]):
     def _copy_in(self, kind: str, names: list[str]) -> list[Tensor]:
         return [moment.to(self._device, non_blocking=True) for moment in self._moments(kind, names)]
 
-    def _copy_back(self, held: _Moments, streams: tuple[torch.cuda.Stream, torch.cuda.Stream]) -> None:
-        for kind, moments in (("exp_avg", held.first), ("exp_avg_sq", held.second)):
-            for host, moment in zip(self._moments(kind, held.names), moments, strict=True):
+    def _copy_back(self, moments: _Moments, streams: tuple[torch.cuda.Stream, torch.cuda.Stream]) -> None:
+        for kind, batch in (("exp_avg", moments.first), ("exp_avg_sq", moments.second)):
+            for host, moment in zip(self._moments(kind, moments.names), batch, strict=True):
                 host.copy_(moment, non_blocking=True)
                 for stream in streams:
                     moment.record_stream(stream)

@@ -91,13 +91,13 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 def batches(parameters: Mapping[str, Tensor], elements: int) -> Iterator[list[str]]:
     """Split weights, in order, into batches of at most `elements`; a larger weight is a batch of its own."""
     names: list[str] = []
-    held = 0
+    count = 0
     for name, parameter in parameters.items():
-        if names and held + parameter.numel() > elements:
+        if names and count + parameter.numel() > elements:
             yield names
-            names, held = [], 0
+            names, count = [], 0
         names.append(name)
-        held += parameter.numel()
+        count += parameter.numel()
     yield names
 
 

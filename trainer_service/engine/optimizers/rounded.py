@@ -49,9 +49,9 @@ class RoundedOptimizer(Optimizer[OptimizerParams]):
             key=lambda pair: pair[0],
         )
         workspace = largest.optimizer.workspace * self._largest.numel()
-        held = torch.empty(2 * elements + workspace, device=self._largest.device)
+        buffer = torch.empty(2 * elements + workspace, device=self._largest.device)
         largest.optimizer.reserve()  # what is not its workspace
-        del held
+        del buffer
 
     def _update(self, params: OptimizerParams, step: int) -> None:
         for part in self._parts:

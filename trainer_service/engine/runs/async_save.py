@@ -46,7 +46,7 @@ class StagingMemory:
         self._lock = Lock()
 
     def take(self, size: int) -> Tensor | None:
-        """Return a buffer of `size` bytes or more (uint8); None if the buffers in use leave no room."""
+        """Return a buffer of `size` bytes or more (uint8); None if those in use leave too few bytes."""
         with self._lock:
             fitting = [buffer for buffer in self._free if buffer.numel() >= size]
             if fitting:
@@ -135,7 +135,7 @@ class AsyncSave:
         self._ready = _event_now(content.files)
 
     def secure(self) -> None:
-        """Return once the tensors may be changed: they are copied or, without room for a copy, written."""
+        """Return once the tensors may be changed: they are copied or, without memory for a copy, written."""
         with self._lock:
             if self._written.is_set() or self._copy():
                 return
@@ -157,7 +157,7 @@ class AsyncSave:
             self._end(directory)
 
     def _copy(self) -> bool:
-        """Copy the tensors unless they are copied already; return whether there was room."""
+        """Copy the tensors unless they are copied already; return whether there was memory for it."""
         if self._buffer is None:
             self._buffer = self._take_buffer()
             if self._buffer is not None:
@@ -262,15 +262,15 @@ def _copy_from_gpu(target: Tensor, tensors: Sequence[Tensor], ready: torch.cuda.
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Cut flattened tensors, in order, into lists of at most `_BATCH_ELEMENTS` together."""
     batch: list[Tensor] = []
-    room = _BATCH_ELEMENTS
+    elements_left = _BATCH_ELEMENTS
     for tensor in tensors:
         rest = tensor.reshape(-1)
         while len(rest):
-            batch.append(rest[:room])
-            room, rest = room - len(batch[-1]), rest[room:]
-            if not room:
+            batch.append(rest[:elements_left])
+            elements_left, rest = elements_left - len(batch[-1]), rest[elements_left:]
+            if not elements_left:
                 yield batch
-                batch, room = [], _BATCH_ELEMENTS
+                batch, elements_left = [], _BATCH_ELEMENTS
     if batch:
         yield batch
 

@@ -15,7 +15,7 @@ from trainer_service.engine.runs.run import EngineRun
 from trainer_service.engine_link.options import EngineOptions
 
 _NO_COPIES = StagingMemory(0)
-"""No room for copies: an offloaded run is written immediately."""
+"""No memory for copies: an offloaded run is written immediately."""
 
 
 class RunOffloader:
@@ -35,7 +35,7 @@ class RunOffloader:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(mode=0o700, parents=True)
 
-    def make_room(self, size: int) -> None:
+    def free_memory(self, size: int) -> None:
         """Offload runs until `size` more bytes fit. Raises OutOfMemory, DiskFull."""
         if self._limit is None:
             return
@@ -47,7 +47,7 @@ class RunOffloader:
         self._evict(size, keep=())
 
     def add(self, run: EngineRun) -> None:
-        """Add a run that was created in the room made for it."""
+        """Add a run that was created in the memory freed for it."""
         self._resident[run.run_id] = run
 
     def use(self, runs: Sequence[EngineRun]) -> None:
@@ -88,7 +88,7 @@ class RunOffloader:
         except (OSError, DiskFull) as error:
             shutil.rmtree(directory, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) else "it is full"
-            raise DiskFull(f"idle runs cannot be written to scratch_dir: {reason}; make room there.") from error
+            raise DiskFull(f"idle runs cannot be written to scratch_dir: {reason}; free space there.") from error
         run.release()
         del self._resident[run.run_id]
 

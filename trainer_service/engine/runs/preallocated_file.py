@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-_ROOM = 4
-"""A file is made only where this many times its size is free, because others need room there, too."""
+_FREE_MULTIPLE = 4
+"""A file is made only where this many times its size is free, because others write there, too."""
 _PAGE_BYTES = 4096
 SERIAL_ELEMENTS = 32_767
 """Elements that torch copies or sets without starting threads, which would compete with the arithmetic's threads."""
@@ -64,7 +64,7 @@ class PreallocatedFile:
         return file if file is not None and len(file.content) == size else None
 
     def prepare(self, directory: Path, size: int) -> None:
-        """Make the next file in the background, if the directory's file system has ample room."""
+        """Make the next file in the background, if the directory's file system has ample free space."""
         arguments = (directory, size, self._drops)
         threading.Thread(target=self._make, args=arguments, name="preallocated file", daemon=True).start()
 
@@ -77,9 +77,9 @@ class PreallocatedFile:
     def _make(self, directory: Path, size: int, drops: int) -> None:
         own = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS))
-        with suppress(OSError):  # no room, or no such directory any more: the next adapter gets a new file
-            room = os.statvfs(directory)
-            if room.f_bavail * room.f_frsize >= _ROOM * size:
+        with suppress(OSError):  # no free space, or no such directory any more: the next adapter gets a new file
+            usage = os.statvfs(directory)
+            if usage.f_bavail * usage.f_frsize >= _FREE_MULTIPLE * size:
                 file = MappedFile(directory, size)
                 with self._lock:
                     if drops == self._drops:

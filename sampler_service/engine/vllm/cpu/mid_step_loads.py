@@ -32,7 +32,7 @@ def _answer_loads_mid_step(core: EngineCoreProc) -> None:
     """Answer calls of `load_adapter` before each layer from now on, if all adapters can be copied into slots."""
     worker = core.model_executor.driver_worker.worker
     if not worker.slot_writer.writes_all_layers:
-        return  # vLLM would load some, and evict adapters of the running step to make room
+        return  # vLLM would load some, and evict adapters of the running step for them
 
     def answer(*_: object) -> None:
         if core.input_queue.queue and (call := _take_load(core.input_queue)) is not None:

@@ -92,7 +92,7 @@ class LendingLoader(BaseModelLoader):
         directory, OSError if there is not enough shared memory.
         """
         keep_plain(model)
-        # The lock is held until this process ends, in whatever way.
+        # The lock is owned until this process ends, in whatever way.
         claim(self._directory)
         if next(model.parameters()).is_cuda:
             self._places = Places()

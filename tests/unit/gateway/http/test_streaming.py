@@ -30,8 +30,8 @@ async def test_a_stream_whose_caller_leaves_frees_what_it_held_before_the_respon
             stuck.set()
             await left.wait()
 
-    held = AsyncExitStack()
-    held.callback(freed.append, "held")
-    response = StreamedResponse(events(), held)
+    resources = AsyncExitStack()
+    resources.callback(freed.append, "resources")
+    response = StreamedResponse(events(), resources)
     await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
-    assert freed == ["generator", "held"] if sent_before else ["held"]
+    assert freed == ["generator", "resources"] if sent_before else ["resources"]

@@ -19,11 +19,11 @@ from sampler_service.engine.request_checks import (
 INFO = ModelInfo("m", max_context_length=10, vocab_size=5, dtype="float32", max_lora_rank=4, num_layers=1)
 
 
-def test_tokens_must_be_in_the_vocabulary_and_leave_room():
+def test_tokens_must_be_in_the_vocabulary_and_leave_the_reserved_ones_free():
     check_tokens(INFO, [0, 4] * 5, "tokens")
     for error, tokens in [(TokenOutOfRange, [5]), (TokenOutOfRange, [-1]), (SequenceTooLong, [0] * 10)]:
         with pytest.raises(error) as caught:
-            check_tokens(INFO, tokens, "prompt", room=1)
+            check_tokens(INFO, tokens, "prompt", reserved=1)
         assert caught.value.field == "prompt"
 
 

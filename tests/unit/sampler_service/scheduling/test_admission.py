@@ -175,8 +175,8 @@ def test_many_tenants_together_hold_little_more_than_the_limit(clock):
             with pytest.raises(Overloaded):
                 while True:
                     everybody.enter_context(enter(admission, tenant=str(number)))
-        held = sum(in_flight(admission, str(number))[0] for number in range(32))
-    assert held <= 1024 * sum(1 / (number + 1) for number in range(32))
+        taken = sum(in_flight(admission, str(number))[0] for number in range(32))
+    assert taken <= 1024 * sum(1 / (number + 1) for number in range(32))
 
 
 def test_tokens_are_counted_and_shared_like_completions(clock):

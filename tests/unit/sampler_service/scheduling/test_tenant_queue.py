@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from sampler_service.engine.protocol import AT_ONCE, priority_of
-from sampler_service.scheduling.tenant_queue import HeldPlaces, TenantQueue
+from sampler_service.scheduling.tenant_queue import TakenPlaces, TenantQueue
 
 A, B = "anquetil", "bartali"
 
@@ -20,7 +20,7 @@ class Requests:
     def __init__(self, queue: TenantQueue) -> None:
         self.queue = queue
         self.begun: list[str] = []
-        self._held: dict[str, HeldPlaces] = {}
+        self._places: dict[str, TakenPlaces] = {}
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -32,14 +32,14 @@ class Requests:
     async def end(self, name: str, completions: int = 0) -> None:
         """End some of a request's completions, or the whole request."""
         if completions:
-            self._held[name].ended(completions)
+            self._places[name].ended(completions)
         else:
             self._ends[name].set()
         await settled()
 
     def priorities(self, name: str, completions: int = 1) -> list[int]:
         """Return the priorities of a request's completions in the engine."""
-        return [priority_of(sample, self._held[name].priority) for sample in range(completions)]
+        return [priority_of(sample, self._places[name].priority) for sample in range(completions)]
 
     async def cancel(self, name: str) -> None:
         self.tasks[name].cancel()
@@ -47,7 +47,7 @@ class Requests:
 
     async def _run(self, name: str, completions: int) -> None:
         async with self.queue.places(name.rstrip("0123456789"), completions) as places:
-            self._held[name] = places
+            self._places[name] = places
             self.begun.append(name)
             await self._ends[name].wait()
 
@@ -124,7 +124,7 @@ async def test_one_that_leaves_when_its_turn_comes_gives_it_to_the_next():
     async with requests(1) as sent:
         for name in (f"{A}0", f"{A}1", f"{A}2"):
             await sent.send(name)
-        sent._held[f"{A}0"].ended(0)
+        sent._places[f"{A}0"].ended(0)
         sent._ends[f"{A}0"].set()
         await asyncio.sleep(0)  # the place belongs to A1, which has not woken up
         await sent.cancel(f"{A}1")
@@ -137,7 +137,7 @@ async def test_the_turn_of_one_that_leaves_as_it_comes_is_the_next_ones():
             await sent.send(name)
         sent.tasks[f"{A}1"].cancel()
         sent.tasks[f"{B}0"].cancel()
-        sent._held[f"{A}0"].end()  # in the same iteration of the event loop: neither has left the queue
+        sent._places[f"{A}0"].end()  # in the same iteration of the event loop: neither has left the queue
         await settled()
         assert sent.begun == [f"{A}0", f"{A}2"]
         await sent.end(f"{A}2")

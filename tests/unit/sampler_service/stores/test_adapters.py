@@ -259,7 +259,7 @@ async def test_who_has_its_share_in_use_is_refused_and_takes_nobodys(setup):
     assert held_by(registry) == {"anquetil": 1, "coppi": 1}
 
 
-async def test_a_tenants_own_limit_holds_where_there_is_room(setup):
+async def test_a_tenants_own_limit_holds_where_slots_are_free(setup):
     registry = setup.registry(max_loaded=4, per_tenant=1)
     first, second = (setup.publish(1, new_run_id(), tenant="coppi") for _ in range(2))
     async with registry.lease(first, "coppi"):

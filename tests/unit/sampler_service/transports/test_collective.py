@@ -33,7 +33,7 @@ class Member:
 
 async def test_a_sampler_without_room_for_a_version_takes_part_in_its_broadcast(tmp_path, monkeypatch):
     def allocate(manifest):
-        raise errors.DiskFull("no room")
+        raise errors.DiskFull("the disk is full")
 
     manifest = make_version(Volume(tmp_path / "volume"), make_tiny_llama(tmp_path / BASE), RUN, 1)
     staging = StagingArea(tmp_path)

@@ -377,7 +377,7 @@ async def test_commands_that_wait_at_the_same_time_share_one_sync(directory, mon
 
 
 @contextmanager
-def no_room(directory, more=0):
+def full_disk(directory, more=0):
     """Let no file grow beyond the journal's size, which is so large that only the journal reaches the limit."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = sum(path.stat().st_size for path in directory.iterdir())
@@ -391,7 +391,7 @@ def no_room(directory, more=0):
 async def test_a_full_disk_refuses_the_command_executes_nothing_and_leaves_its_seq_id_free(directory):
     run = JournaledRun(directory)
     await run.send_large(1)
-    with no_room(directory, more=100):
+    with full_disk(directory, more=100):
         refused = await asyncio.gather(run.send(2), run.send(3), return_exceptions=True)
     assert [type(error) for error in refused] == [errors.DiskFull] * 2
     assert refused[0].retry_after, "the client sends it again"
@@ -437,7 +437,7 @@ async def test_an_answer_for_which_there_was_no_room_is_written_with_the_next_co
     with ExitStack() as limit:
 
         async def fill():
-            limit.enter_context(no_room(directory))
+            limit.enter_context(full_disk(directory))
 
         run.executor.act[1] = fill
         assert (await run.send_large(1)).step == 1
@@ -451,14 +451,14 @@ async def test_a_refusal_is_not_told_before_it_is_written_as_another_execution_m
     with ExitStack() as limit:
 
         async def fill():
-            limit.enter_context(no_room(directory))
-            raise errors.DiskFull("no room for a checkpoint")
+            limit.enter_context(full_disk(directory))
+            raise errors.DiskFull("no space for a checkpoint")
 
         run.executor.act[1] = fill
         told = run.send_large(1)
         assert not (await asyncio.wait({told}, timeout=0.5))[0]
         assert list(run.history().answers) == []
-    with pytest.raises(errors.DiskFull, match="no room for a checkpoint"):
+    with pytest.raises(errors.DiskFull, match="no space for a checkpoint"):
         await told
     assert list(run.history().answers) == [1]
 
@@ -625,7 +625,7 @@ async def test_answers_without_room_are_known_to_who_reads_the_run_again(directo
     with ExitStack() as limit:
 
         async def fill():
-            limit.enter_context(no_room(directory))
+            limit.enter_context(full_disk(directory))
 
         run.executor.act[2] = fill
         await run.send_large(2)

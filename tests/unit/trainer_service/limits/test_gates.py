@@ -49,7 +49,7 @@ async def test_what_does_not_fit_waits_in_order():
     assert holders.entered == ["a", "b", "c", "d"]
     for name in "cd":
         await holders.go(name)
-    assert holders.gate.held == 0
+    assert holders.gate.used == 0
 
 
 async def test_what_is_larger_than_all_that_may_be_held_goes_alone():
@@ -70,7 +70,7 @@ async def test_one_that_leaves_while_it_waits_holds_nobody_up():
     holders.tasks["b"].cancel()
     await settled()
     assert holders.entered == ["a", "c"]
-    assert holders.gate.held == 10
+    assert holders.gate.used == 10
 
 
 async def test_an_error_lets_the_next_in():
@@ -79,4 +79,4 @@ async def test_an_error_lets_the_next_in():
         async with gate.hold(1):
             raise ValueError("torn")
     async with asyncio.timeout(5), gate.hold(1):
-        assert gate.held == 1
+        assert gate.used == 1

@@ -381,17 +381,17 @@ def test_a_new_directory_is_durable_with_the_names_of_the_folders_above_it(tmp_p
 
 
 class Rebuilding:
-    """The parts of engine, publisher and commands that recovery uses; records the journal bytes held meanwhile."""
+    """The parts of engine, publisher and commands that recovery uses; records the journal bytes in use meanwhile."""
 
     def __init__(self, gate):
         self.gate = gate
-        self.held = {}
+        self.used = {}
         self.replayed = []
 
     async def create_run(self, run_id, parameters):
         for _ in range(100):  # let others advance as far as they can
             await asyncio.sleep(0)
-        self.held[run_id] = self.gate.held
+        self.used[run_id] = self.gate.used
 
     async def execute(self, run, command, progress):
         self.replayed.append(command.seq_id)
@@ -426,8 +426,8 @@ async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volu
             doing, storage, doing, doing, policy, gate, NO_FAILPOINTS, asyncio.ensure_future, None, registry
         )
         await asyncio.gather(*(recovery.recover(run) for run in registry))
-        assert doing.held == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
-        assert gate.held == 0
+        assert doing.used == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
+        assert gate.used == 0
         assert all(run.is_restored for run in registry)
 
 

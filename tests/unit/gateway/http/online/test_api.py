@@ -372,7 +372,7 @@ async def test_a_first_request_that_is_refused_leaves_no_settings(app, trainer):
     assert (await trained(app))["optimizer"] == "apollo_mini"
 
 
-async def test_models_whose_runs_were_deleted_make_room_unless_examples_wait(app, api, trainer, monkeypatch):
+async def test_models_whose_runs_were_deleted_are_forgotten_unless_examples_wait(app, api, trainer, monkeypatch):
     monkeypatch.setattr(store, "MOST_MODELS", 3)
     for name in ("first", "second", "third"):
         assert (await train(app, SMALL, model=name))[0] == 202

@@ -66,7 +66,7 @@ async def train(store, model, *names):
         await store.answered(model, step, Settled(ExampleState.TRAINED))
 
 
-async def test_a_tenants_newest_examples_are_known_again_and_older_ones_take_no_room(store, model, monkeypatch):
+async def test_a_tenants_newest_examples_are_known_again_and_older_ones_take_no_space(store, model, monkeypatch):
     monkeypatch.setattr(store_module, "MOST_SETTLED", 4)
     monkeypatch.setattr(store_module, "TRIM_EVERY", 2)
     other = await store.add_model("tenant", "other", "request", "apollo_mini", {})

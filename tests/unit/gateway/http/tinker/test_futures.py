@@ -46,7 +46,7 @@ async def test_a_first_poll_tells_of_results_that_are_not_stored_yet(store, futu
         await futures.post(kind, request_id, "tenant", "session", request_id)
     await futures.result("tenant", first, PATIENCE)
     await store.do(lambda _: None)  # the first result is in the file
-    held = asyncio.create_task(store.do(lambda _: disk_is_ready.wait()))
+    waiting = asyncio.create_task(store.do(lambda _: disk_is_ready.wait()))
     try:
         may_end.set()
         await futures.result("tenant", second, PATIENCE)
@@ -55,7 +55,7 @@ async def test_a_first_poll_tells_of_results_that_are_not_stored_yet(store, futu
         assert await futures.completions("tenant", SAMPLER, 0, cursor, 0.0) == ([], cursor)
     finally:
         disk_is_ready.set()
-        await held
+        await waiting
 
 
 async def test_work_that_cannot_be_stored_is_refused_each_time_and_counts_no_bytes(store, monkeypatch):
@@ -110,7 +110,7 @@ async def post_with_large_result(futures):
     return request_id
 
 
-async def test_a_result_that_cannot_be_stored_is_kept_and_stored_once_the_disk_has_room(store, futures, monkeypatch):
+async def test_a_result_that_cannot_be_stored_is_kept_and_stored_once_the_disk_has_space(store, futures, monkeypatch):
     monkeypatch.setattr(futures_module, "KEPT_IN_MEMORY_SECONDS", 0.0)
     monkeypatch.setattr(futures_module, "MAX_DELAY", 0.01)
     await limit_pages(store, 100)

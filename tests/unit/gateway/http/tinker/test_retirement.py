@@ -76,27 +76,27 @@ async def add_model(store, *, is_over=True, reloaded=False):
 async def test_steps_that_no_checkpoint_has_are_saved_before_the_run_is_deleted(store, step, saved, reloaded, names):
     trainer = Trainer(step, saved)
     await add_model(store, reloaded=reloaded)
-    assert await Retirement(trainer, store).make_room("tenant")
+    assert await Retirement(trainer, store).delete_oldest("tenant")
     assert [checkpoint.name for checkpoint in trainer.checkpoints] == names
     assert trainer.sent[-1] == "DeleteRun"
     assert store.model("m").ended is not None
-    assert not await Retirement(trainer, store).make_room("tenant")
+    assert not await Retirement(trainer, store).delete_oldest("tenant")
 
 
 async def test_a_run_that_cannot_be_saved_is_kept_and_tried_again(store):
     trainer = Trainer(3, failure=errors.DiskFull("full"))
     await add_model(store)
     retirement = Retirement(trainer, store)
-    assert not await retirement.make_room("tenant")
+    assert not await retirement.delete_oldest("tenant")
     assert "DeleteRun" not in trainer.sent
     trainer.failure = None
-    assert await retirement.make_room("tenant")
+    assert await retirement.delete_oldest("tenant")
 
 
 async def test_a_run_of_an_open_session_is_left_alone(store):
     trainer = Trainer(3)
     await add_model(store, is_over=False)
-    assert not await Retirement(trainer, store).make_room("tenant")
+    assert not await Retirement(trainer, store).delete_oldest("tenant")
     assert trainer.sent == []
 
 
@@ -107,6 +107,6 @@ async def test_runs_of_sessions_that_are_over_go_without_anybodys_help(store):
     retirement.wake()
     await asyncio.wait_for(trainer.is_deleted.wait(), PATIENCE)
     assert [checkpoint.name for checkpoint in trainer.checkpoints] == ["session-end-6"]
-    await retirement.make_room("tenant")  # waits for what is in progress
+    await retirement.delete_oldest("tenant")  # waits for what is in progress
     assert store.model("m").ended is not None
     await retirement.close()

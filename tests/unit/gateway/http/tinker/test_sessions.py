@@ -143,7 +143,7 @@ async def test_what_describes_a_session_is_bounded(started, what, field):
         assert gateway.store.session_ids("tenant", 10, 0) == []
 
 
-async def test_a_tenant_has_so_many_sessions_and_the_oldest_that_are_over_make_room(started, monkeypatch):
+async def test_a_tenant_has_so_many_sessions_and_the_oldest_that_are_over_are_forgotten(started, monkeypatch):
     monkeypatch.setattr(store_module, "MOST_SESSIONS", 3)
     async with started() as gateway:
         first, second, third = [await gateway.open() for _ in range(3)]
@@ -158,7 +158,7 @@ async def test_a_tenant_has_so_many_sessions_and_the_oldest_that_are_over_make_r
         assert gateway.store.sampler("s") is None
 
 
-async def test_a_session_has_so_many_samplers_and_those_of_old_versions_make_room(started, monkeypatch):
+async def test_a_session_has_so_many_samplers_and_those_of_old_versions_are_forgotten(started, monkeypatch):
     monkeypatch.setattr(store_module, "MOST_SAMPLERS", 2)
     async with started() as gateway:
         base, old = Sampler("s:0", "tenant", "s", "base"), Sampler("s:1", "tenant", "s", "base", "run-1", 1)

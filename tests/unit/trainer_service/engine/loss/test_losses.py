@@ -23,9 +23,9 @@ def surrogate(ratio, inputs, config):
     """Return PPO's clipped surrogate loss and its derivative with respect to the log ratio, branch by branch."""
     advantage = inputs["advantages"]
     low, high = thresholds(inputs, config)
-    held = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+    clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     bound = np.where(advantage > 0, high, low)
-    return np.where(held, -bound * advantage, -ratio * advantage), np.where(held, 0.0, -ratio * advantage)
+    return np.where(clipped, -bound * advantage, -ratio * advantage), np.where(clipped, 0.0, -ratio * advantage)
 
 
 def sequence_ratios(log_ratio, inputs):

@@ -15,7 +15,7 @@ from trainer_service.engine.runs.async_save import AsyncSave, SaveContent, Stagi
 from trainer_service.engine_link.options import EngineOptions
 from trainer_service.engine_link.protocol import PublishedAs
 
-ROOM, NO_ROOM = 1 << 30, 0
+MEMORY, NO_MEMORY = 1 << 30, 0
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def make_engine(model):
-    def make(staging_bytes=ROOM, params=None):
+    def make(staging_bytes=MEMORY, params=None):
         engine = PeftEngine(EngineOptions(str(model), "tiny", staging_bytes=staging_bytes))
         engine.create_run("run", LoraConfig(rank=4, dropout=0.1))
         train(engine, params or AdamParams(learning_rate=1e-2))
@@ -101,7 +101,7 @@ def test_captures_at_the_same_time_each_hold_the_state_of_their_own_moment(make_
 
 @pytest.mark.parametrize("change", ["a step", "more gradient", "a load"])
 def test_without_room_for_a_copy_a_change_waits_until_the_state_is_written(make_engine, other, tmp_path, change):
-    engine = make_engine(NO_ROOM)
+    engine = make_engine(NO_MEMORY)
     engine.save_state("run", new(tmp_path / "at once"))
     capture = engine.capture_state("run")
     changing = threading.Thread(target=CHANGES[change], args=(engine, other))
@@ -126,14 +126,14 @@ def test_the_files_are_those_that_safetensors_writes(tmp_path):
         "e.scalar": torch.tensor(3.0),
         "f.none": torch.zeros(0),
     }
-    memory = StagingMemory(ROOM)
+    memory = StagingMemory(MEMORY)
     for dtype, metadata in ((None, {}), (torch.bfloat16, {"format": "pt"})):
         expected = {
             name: tensor.to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
             for name, tensor in tensors.items()
         }
         save_file(expected, tmp_path / "theirs", metadata or None)
-        for place in (memory, StagingMemory(NO_ROOM)):
+        for place in (memory, StagingMemory(NO_MEMORY)):
             AsyncSave(SaveContent([TensorFile("ours", tensors, dtype, metadata)], {}), place).write(tmp_path)
             assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
@@ -157,7 +157,7 @@ def test_memory_for_copies_is_used_again_and_bounded(tmp_path):
     assert memory.take(500) is first
     memory.release(first)
     memory.release(second)
-    assert memory.take(800).numel() == 800, "what is free makes room for what is larger"
+    assert memory.take(800).numel() == 800, "what is free is freed for what is larger"
     assert memory.take(300) is None
 
 

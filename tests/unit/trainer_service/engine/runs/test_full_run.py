@@ -195,10 +195,10 @@ def test_rounding_is_unbiased_and_leaves_what_bfloat16_holds():
     share = ((draws.float() - low) / gap).mean(0)
     assert set(((draws.float() - low) / gap).unique().tolist()) == {0.0, 1.0}
     torch.testing.assert_close(share, torch.full_like(share, 1 / 3), rtol=0, atol=0.006)  # 5 standard deviations
-    held = torch.randn(1000).bfloat16()
-    target = torch.empty_like(held)
-    round_stochastically(held.float(), target, generator)
-    assert torch.equal(held, target)
+    representable = torch.randn(1000).bfloat16()
+    target = torch.empty_like(representable)
+    round_stochastically(representable.float(), target, generator)
+    assert torch.equal(representable, target)
 
 
 def test_updates_too_small_for_bfloat16_have_their_effect_on_average():

@@ -165,16 +165,16 @@ def test_a_full_scratch_directory_refuses_the_command_and_harms_no_run(
     engine.create_run("other", LORA)
 
 
-@pytest.mark.parametrize("room", [0, 1 << 20])
-def test_a_run_is_paged_out_when_what_was_captured_of_it_is_safe(make_engine, adapter_bytes, tmp_path, room):
-    engine = make_engine(adapter_bytes, staging_bytes=room)
+@pytest.mark.parametrize("staging_bytes", [0, 1 << 20])
+def test_a_run_is_paged_out_when_what_was_captured_of_it_is_safe(make_engine, adapter_bytes, tmp_path, staging_bytes):
+    engine = make_engine(adapter_bytes, staging_bytes=staging_bytes)
     engine.create_run("run", LORA)
     train(engine)
     before = saved(engine, tmp_path / "before")
     capture = engine.capture_state("run")
     paging = Thread(target=engine.create_run, args=("other", LORA))
     paging.start()
-    if room:
+    if staging_bytes:
         paging.join(60)
         assert not paging.is_alive()
     (tmp_path / "captured").mkdir()

@@ -160,11 +160,11 @@ def test_none_is_allocated_where_it_would_take_much_of_the_room_or_its_directory
         assert not allocated()
 
 
-def test_a_publish_without_room_says_so_and_the_next_one_with_room_succeeds(engine, run, memory):
+def test_a_publish_to_a_full_disk_says_so_and_the_next_one_with_space_succeeds(engine, run, memory):
     publish(engine, run, memory / "1")
     (file,) = allocated()
     with limit((memory / "1" / WEIGHTS).stat().st_size - 1):
-        assert file == publish(engine, run, memory / "2"), "the room for this one was taken before"
+        assert file == publish(engine, run, memory / "2"), "the space for this one was taken before"
         assert not allocated()
         with pytest.raises(DiskFull):
             publish(engine, run, memory / "3")
