@@ -109,6 +109,15 @@ def full_for_the_first(monkeypatch):
         yield
 
 
+async def restart_with_the_second_of_two_on_the_volume(trainer, commander, monkeypatch):
+    """Publish two versions, of which the volume takes only the second; restart the trainer."""
+    with full_for_the_first(monkeypatch):
+        with pytest.raises(errors.DiskFull):
+            await commander.send(pb.PublishWeightsRequest, durable=True)
+        await commander.send(pb.PublishWeightsRequest, durable=True)
+        await trainer.restart()
+
+
 def unreadable(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -754,11 +763,7 @@ async def test_a_version_that_could_not_be_read_comes_back_when_its_run_is_resto
 async def test_a_version_that_comes_back_is_not_denied_meanwhile_although_a_newer_one_is_on_the_volume(
     trainer, commander, monkeypatch
 ):
-    with full_for_the_first(monkeypatch):
-        with pytest.raises(errors.DiskFull):
-            await commander.send(pb.PublishWeightsRequest, durable=True)
-        await commander.send(pb.PublishWeightsRequest, durable=True)
-        await trainer.restart()
+    await restart_with_the_second_of_two_on_the_volume(trainer, commander, monkeypatch)
     with pytest.raises(errors.EngineUnavailable):
         trainer.publisher.find(trainer.run, 1)
     await trainer.publisher.recreate(trainer.run, 1, 1, "")
@@ -791,11 +796,7 @@ async def test_samplers_are_not_sent_back_to_an_older_version_while_the_newest_c
 async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as_the_newest(
     trainer, commander, monkeypatch
 ):
-    with full_for_the_first(monkeypatch):
-        with pytest.raises(errors.DiskFull):
-            await commander.send(pb.PublishWeightsRequest, durable=True)
-        await commander.send(pb.PublishWeightsRequest, durable=True)
-        await trainer.restart()
+    await restart_with_the_second_of_two_on_the_volume(trainer, commander, monkeypatch)
     sampler = Watcher("sampler", {})
     await trainer.hub.join(sampler)
     await trainer.publisher.recreate(trainer.run, 1, 1, "")

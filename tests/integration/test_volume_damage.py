@@ -42,6 +42,15 @@ def are_held(stub, run, seq_ids):
     return {reply.status.state for reply in stub.Follow(now, timeout=PATIENCE)} == {pb.COMMAND_STATE_HELD}
 
 
+def killed_after_a_save_and_a_step(trainer, stub):
+    """Make a run, save it, take a step, and kill the trainer; return the run and the path of its checkpoint."""
+    run = WarmRun(stub)
+    path = run.save("kept").path
+    run.step()
+    trainer.kill()
+    return run, path
+
+
 def files_of(root):
     return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
@@ -190,10 +199,7 @@ def test_a_replay_whose_loaded_checkpoint_is_gone_loses_the_run_and_loads_no_oth
 def test_a_load_that_is_refused_leaves_a_lost_run_as_it_is(trainer):
     assert trainer.start(), trainer.text()
     with trainer.connect() as stub:
-        run = WarmRun(stub)
-        path = run.save("kept").path
-        run.step()
-        trainer.kill()
+        run, path = killed_after_a_save_and_a_step(trainer, stub)
         (segment,) = (folder_of(trainer, run) / "journal").glob("*.journal")
         flip(segment, 0.1)
         assert trainer.start(), trainer.text()
@@ -240,10 +246,7 @@ def test_damage_to_the_only_snapshot_costs_a_replay_from_the_beginning(trainer):
 def test_without_its_journal_a_run_takes_no_seq_id_again(trainer):
     assert trainer.start(), trainer.text()
     with trainer.connect() as stub:
-        run = WarmRun(stub)
-        path = run.save("kept").path
-        run.step()
-        trainer.kill()
+        run, path = killed_after_a_save_and_a_step(trainer, stub)
         shutil.rmtree(folder_of(trainer, run) / "journal")
         assert trainer.start()
         run.seq_id = 1
