@@ -10,7 +10,7 @@ from time import monotonic
 import grpc
 import pytest
 from structlog.testing import capture_logs
-from support.patience import PATIENCE
+from support.patience import PATIENCE, standing_still
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, bearer, free_port, gateway, serving, stack
 
 from gateway.admission import ACCESS, Access
@@ -203,10 +203,7 @@ async def test_a_reader_that_stops_holds_back_the_service_and_can_still_leave(up
     call = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.auth)
     await call.read()
     # Read no more: buffers fill until the service's write blocks, so the cancellation arrives while it is blocked.
-    sent = -1
-    while up.sampler.sent != sent:
-        sent = up.sampler.sent
-        await asyncio.sleep(0.05)
+    await standing_still(lambda: up.sampler.sent)
     with capture_logs() as logs:
         call.cancel()
         await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from support.fuzz.raw_http2 import DATA, Peer, frame
 from support.models.model_versions import RUN, publish_and_check
-from support.patience import PATIENCE
+from support.patience import PATIENCE, standing_still
 from support.ports import free_port
 from support.stacks.gateway_stack import PART_BYTES, stack
 from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
@@ -49,13 +49,6 @@ class Left(AroundInterceptor):
             self.left.set()
 
 
-async def slowly(request, context) -> AsyncIterator[bytes]:
-    """Send two messages, each after a long pause."""
-    for _ in range(2):
-        await asyncio.sleep(3 * SOON)
-        yield b"at last"
-
-
 async def endlessly(request, context) -> AsyncIterator[bytes]:
     while True:
         yield bytes(1 << 16)
@@ -91,8 +84,23 @@ async def test_a_stream_that_is_not_read_is_freed_in_time_and_its_reader_told_wh
 
 
 async def test_a_stream_that_has_nothing_to_say_for_long_is_not_the_readers_fault():
-    async with answering(slowly) as (call, _):
-        assert [message async for message in call] == [b"at last"] * 2
+    begun, speaks = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def seldom(request, context) -> AsyncIterator[bytes]:
+        begun.set()
+        for _ in range(2):
+            await speaks.acquire()
+            yield b"at last"
+
+    async with answering(seldom) as (call, _):
+        await asyncio.wait_for(begun.wait(), PATIENCE)
+        for _ in range(2):
+            async with answering(endlessly) as (stalled, left):  # it began later, and its reader is late already
+                await stalled.read()
+                await asyncio.wait_for(left.wait(), PATIENCE)
+            speaks.release()
+            assert await call.read() == b"at last"
+        assert await call.read() is grpc.aio.EOF
 
 
 async def test_a_caller_of_the_gateway_that_stops_reading_frees_the_sampler(tmp_path):
@@ -103,15 +111,6 @@ async def test_a_caller_of_the_gateway_that_stops_reading_frees_the_sampler(tmp_
         assert isinstance(await read_to_the_end(call), errors.ReaderStalled)
 
 
-async def parts_sent(trainer) -> int:
-    """Return how many parts of downloads a trainer has sent, once it sends no more."""
-    before = -1
-    while before < trainer.parts:
-        before = trainer.parts
-        await asyncio.sleep(SOON)
-    return before
-
-
 async def test_a_download_that_nobody_reads_on_waits_in_the_trainer_and_not_in_the_gateway(tmp_path):
     async with stack(tmp_path) as up:
         request = trainer_pb.DownloadCheckpointRequest()
@@ -119,11 +118,12 @@ async def test_a_download_that_nobody_reads_on_waits_in_the_trainer_and_not_in_t
         for _ in range(200):  # by default gRPC would take the gateway's link to the trainer for a fast one by then
             await read.read()
         read.cancel()
-        before = await parts_sent(up.trainer)
+        before = await standing_still(lambda: up.trainer.parts, SOON)
         async with grpc.aio.insecure_channel(up.client.address, options=NO_WINDOW) as channel:
             unread = TrainerServiceStub(channel).DownloadCheckpoint(request, metadata=up.auth)
             await unread.read()
-            assert (await parts_sent(up.trainer) - before) * PART_BYTES <= MOST_UNREAD_BYTES
+            sent = await standing_still(lambda: up.trainer.parts, SOON) - before
+            assert sent * PART_BYTES <= MOST_UNREAD_BYTES
             unread.cancel()
 
 

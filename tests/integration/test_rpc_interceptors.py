@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from structlog.testing import capture_logs
-from support.patience import PATIENCE
+from support.patience import PATIENCE, standing_still
 
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor
 
@@ -58,17 +58,10 @@ async def test_a_call_that_is_cancelled_while_a_message_waits_to_be_sent_ends_in
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = channel.unary_stream("/x.X/Y")(b"")
             await call.read()
-            await _until_it_stands_still(endless)
+            await standing_still(lambda: endless.sent)
             call.cancel()
             await asyncio.wait_for(note.left.wait(), PATIENCE)
         await server.stop(None)
     assert note.tasks[0] is note.tasks[1]
     assert [(log["event"], log["code"]) for log in logs] == [("call", "CANCELLED")]
     assert not caplog.records
-
-
-async def _until_it_stands_still(endless: Endless) -> None:
-    before = -1
-    while endless.sent != before:
-        before = endless.sent
-        await asyncio.sleep(0.05)

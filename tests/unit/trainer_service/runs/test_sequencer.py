@@ -486,18 +486,18 @@ async def test_who_attached_last_outlives_the_service(run, tmp_path):
 
 
 async def test_a_command_during_which_the_engine_dies_while_its_run_is_deleted_counts_no_more(directory):
-    waiting_bytes, dies = WaitingBytes(), asyncio.Event()
+    waiting_bytes, executes, dies = WaitingBytes(), asyncio.Event(), asyncio.Event()
     run = JournaledRun(directory, waiting_bytes=waiting_bytes)
 
     async def die():
+        executes.set()
         await dies.wait()
         raise EngineDiedError("the engine died")
 
     run.executor.act[1] = die
     sending = run.send(1)
-    while not waiting_bytes.used("team"):  # noqa: ASYNC110 - no event tells
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.1)
+    await executes.wait()
+    assert waiting_bytes.used("team")
     closing = asyncio.create_task(run.sequencer.close(errors.RunNotFound("the run was deleted")))
     await asyncio.sleep(0)
     dies.set()

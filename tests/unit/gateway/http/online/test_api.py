@@ -141,8 +141,17 @@ def app(api) -> FastAPI:
     return make_app(api.routes())
 
 
-async def ask(app, method, path, body=None, leave=None):
-    """Send a request, whose caller leaves when `leave` is set; return the status and the body of the answer."""
+class Caller:
+    """Who waits for an answer, and may leave."""
+
+    def __init__(self):
+        self.waits, self.leaves = asyncio.Event(), asyncio.Event()
+        """Set once the request is being answered, and when the caller leaves."""
+
+
+async def ask(app, method, path, body=None, caller=None):
+    """Send a request; return the status and the body of the answer."""
+    caller = caller or Caller()
     path, _, query = path.partition("?")
     messages, sent = iter([{"type": "http.request", "body": json.dumps(body or {}).encode()}]), []
     scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "query_string": query.encode()}
@@ -150,7 +159,8 @@ async def ask(app, method, path, body=None, leave=None):
 
     async def receive():
         if (message := next(messages, None)) is None:
-            await (leave or asyncio.Event()).wait()
+            caller.waits.set()
+            await caller.leaves.wait()
             return {"type": "http.disconnect"}
         return message
 
@@ -167,9 +177,10 @@ async def train(app, *sizes, letter="a", **options):
     return await ask(app, "POST", "/train", {"pairs": pairs, "lora": LORA, **options})
 
 
-async def trained(app):
-    """Wait until nothing is trained; return the status."""
-    while (status := (await ask(app, "GET", "/train/status"))[1])["state"] == "training":  # noqa: ASYNC110 - as callers do
+async def trained(app, model="online"):
+    """Wait until nothing of a model is trained; return its status."""
+    path = f"/train/status?model={model}"
+    while (status := (await ask(app, "GET", path))[1])["state"] == "training":  # noqa: ASYNC110 - as callers do
         await asyncio.sleep(0.001)
     return status
 
@@ -273,11 +284,11 @@ async def test_no_checkpoint_is_saved_for_a_caller_who_left_while_a_batch_was_tr
     trainer.answers.clear()
     await train(app, SMALL)
     await executing(trainer, "ForwardBackward")
-    leave = asyncio.Event()
-    saving = asyncio.create_task(ask(app, "POST", "/checkpoint", leave=leave))
-    await asyncio.sleep(0.01)
-    leave.set()
+    caller = Caller()
+    saving = asyncio.create_task(ask(app, "POST", "/checkpoint", caller=caller))
     async with asyncio.timeout(PATIENCE):
+        await caller.waits.wait()
+        caller.leaves.set()
         assert (await saving)[1]["error"]["code"] == "CANCELLED"
     trainer.answers.set()
     assert (await trained(app))["trained"] == 1
@@ -292,14 +303,14 @@ async def test_a_checkpoint_that_is_being_saved_ends_though_its_caller_leaves(ap
     await train(app, SMALL)
     await trained(app)
     trainer.answers.clear()
-    leave = asyncio.Event()
-    saving = asyncio.create_task(ask(app, "POST", "/checkpoint", leave=leave))
+    caller = Caller()
+    saving = asyncio.create_task(ask(app, "POST", "/checkpoint", caller=caller))
     await executing(trainer, "SaveCheckpoint")
-    leave.set()
+    caller.leaves.set()
     async with asyncio.timeout(PATIENCE):
         await saving
     await train(app, SMALL + 1)
-    await asyncio.sleep(0.01)
+    assert (await ask(app, "GET", "/train/status"))[1]["waiting"] == 1
     assert trainer.kinds[-1] == "SaveCheckpoint", "what comes next waits for it"
     trainer.answers.set()
     status = await trained(app)
@@ -376,8 +387,7 @@ async def test_models_whose_runs_were_deleted_are_forgotten_unless_examples_wait
     monkeypatch.setattr(store, "MOST_MODELS", 3)
     for name in ("first", "second", "third"):
         assert (await train(app, SMALL, model=name))[0] == 202
-    while any(learner.is_busy for learner in api._learners.values()):  # noqa: ASYNC110 - as callers do
-        await asyncio.sleep(0.001)
+        await trained(app, name)
     status, answer = await train(app, SMALL, model="fourth")
     assert (status, answer["error"]["code"]) == (429, "QUOTA_EXCEEDED")
     del trainer.runs["run-1"], trainer.runs["run-2"]
