@@ -22,7 +22,7 @@ class AtroposApi:
     """Registers the trainer and pulls batches."""
 
     def __init__(self, address: str) -> None:
-        self._address = address.rstrip("/")
+        self.address = address.rstrip("/")
         self._registered: dict[str, object] = {}
 
     def wait(self, seconds: float, say: Callable[[str], None]) -> None:
@@ -33,11 +33,11 @@ class AtroposApi:
                 self._call("/info")
             except (urllib.error.URLError, ConnectionError, TimeoutError, ValueError) as error:
                 if time.monotonic() > end:
-                    message = f"no Atropos API server answers at {self._address}; start run-api, or give --atropos-url"
+                    message = f"no Atropos API server answers at {self.address}; start run-api, or give --atropos-url"
                     raise ConnectionError(message) from error
                 if not told:
                     told = True
-                    say(f"waiting up to {seconds:g} s for the Atropos API server (run-api) at {self._address}")
+                    say(f"waiting up to {seconds:g} s for the Atropos API server (run-api) at {self.address}")
                 time.sleep(_POLL_SECONDS)
             else:
                 return
@@ -84,7 +84,7 @@ class AtroposApi:
         """Return the answer of a call. Raises URLError, ConnectionError, TimeoutError, ValueError if it is no JSON."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip"}
-        request = urllib.request.Request(f"{self._address}{path}", data, headers)  # noqa: S310 # the user's own address
+        request = urllib.request.Request(f"{self.address}{path}", data, headers)  # noqa: S310 # the user's own address
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310
                 content = answer.read()

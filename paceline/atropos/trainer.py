@@ -99,9 +99,9 @@ class AtroposTrainer:
 
     def __init__(self, options: Options, service: ServiceClient, say: Callable[[str], None]) -> None:
         self._options, self._service, self._say = options, service, say
-        self._api = AtroposApi(options.atropos_url)
+        self.api = AtroposApi(options.atropos_url)
         self._progress = Progress(options.state)
-        self._log = Log(options)
+        self.log = Log(options)
         self._bounds: Bounds | None = None
         """What the model takes; None until it is known."""
         self._skipped = Counter[str]()
@@ -111,13 +111,13 @@ class AtroposTrainer:
         """Train until `training_steps`. Raises PacelineError, ConnectionError."""
         options = self._options
         self._check_bridge()
-        self._api.wait(_SERVER_SECONDS, self._say)
+        self.api.wait(_SERVER_SECONDS, self._say)
         training = self._training_client()
         run = self._service.get_run(training.run_id)
         step, self._bounds = run.step, self._bounds_of(run.base_model)
         name = f"/weights/{options.run_name}/v1"
         self._say(f"run {training.run_id} at step {step}; environments sample from {name} of the gateway's HTTP port")
-        self._api.register(
+        self.api.register(
             wandb_group=options.wandb_group,
             wandb_project=options.wandb_project,
             batch_size=options.batch_size * options.gradient_accumulation_steps,
@@ -128,10 +128,10 @@ class AtroposTrainer:
             num_steps=options.training_steps,
         )
         while step < options.training_steps or self._progress.pulled():
-            step = self._step(training, step)
+            step = self.step(training, step)
         self._finish(training)
 
-    def _step(self, training: TrainingClient, step: int) -> int:
+    def step(self, training: TrainingClient, step: int) -> int:
         """Train on the stored batch, or pull the next one; return the run's step afterwards."""
         start = time.perf_counter()
         pulled = self._progress.pulled() or self._pull(step)
@@ -142,14 +142,14 @@ class AtroposTrainer:
             self._say(f"step {pulled.step}: nothing of the stored batch can be trained on, it is dropped")
             self._progress.done()
             return step
-        metrics = self._train(training, pulled, batch) if step < pulled.step else {}
-        metrics |= self._publish(training, pulled.step)
+        metrics = self.train(training, pulled, batch) if step < pulled.step else {}
+        metrics |= self.publish(training, pulled.step)
         self._progress.done()
         for name, count in self._skipped.items():
             metrics[name] = metrics.get(name, 0.0) + count
         self._skipped.clear()
         metrics |= {"time/fetch": fetched - start, "time/step": time.perf_counter() - fetched}
-        self._log.add(pulled.step, metrics)
+        self.log.add(pulled.step, metrics)
         self._say(
             f"step {pulled.step}: loss {metrics.get('loss', float('nan')):.4f}, "
             f"alignment {metrics.get('alignment/diff_abs_mean', float('nan')):.2g}, {metrics['time/step']:.2f} s"
@@ -160,7 +160,7 @@ class AtroposTrainer:
         """Wait for a batch of which something can be trained on, and store it."""
         options = self._options
         while True:
-            groups = self._api.next_batch(step, self._say)
+            groups = self.api.next_batch(step, self._say)
             batch = make_batch(groups, options.seq_len, self._bounds)
             if batch.sequences:
                 break
@@ -191,7 +191,7 @@ class AtroposTrainer:
                 return Bounds(model.vocab_size, model.max_context_length)
         return None
 
-    def _train(self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch) -> dict[str, float]:
+    def train(self, training: TrainingClient, pulled: PulledBatch, batch: TrainingBatch) -> dict[str, float]:
         """Train on a whole batch and take the step. Raises the error of a part that is refused for the first time."""
         calls = micro_batches(batch.sequences, pulled.batch_size)
         config = {"clip_low_threshold": 1.0 - pulled.clip_eps, "clip_high_threshold": 1.0 + pulled.clip_eps}
@@ -235,7 +235,7 @@ class AtroposTrainer:
             return metrics
         return metrics | {"grad_norm": done.grad_norm, "lr": done.learning_rate, "tokens": float(done.tokens)}
 
-    def _publish(self, training: TrainingClient, step: int) -> dict[str, float]:
+    def publish(self, training: TrainingClient, step: int) -> dict[str, float]:
         """Publish a version and save a checkpoint, if due at this step."""
         start, options = time.perf_counter(), self._options
         is_last = step == options.training_steps
@@ -252,7 +252,7 @@ class AtroposTrainer:
         self._say(f"saved {weights}")
         if self._options.save_path is not None:
             self._say(f"downloaded to {self._service.download_checkpoint(weights, self._options.save_path / 'final')}")
-        self._log.close(self._say)
+        self.log.close(self._say)
 
     def _optimizer(self, step: int) -> OptimizerParams:
         options = self._options

@@ -424,7 +424,7 @@ async def test_an_engine_that_computes_a_whole_model_otherwise_is_refused_until_
     cluster, tmp_path, monkeypatch
 ):
     """Like an engine that leaves out a trained bias: its base model is right, and its versions are wrong."""
-    load, wrong = hf_engine._load, {1}
+    load, wrong = hf_engine.load, {1}
 
     def load_wrongly(options):
         loaded = load(options)
@@ -432,7 +432,7 @@ async def test_an_engine_that_computes_a_whole_model_otherwise_is_refused_until_
             loaded.model.model.layers[0].self_attn.o_proj.weight.data.mul_(0.5)
         return loaded
 
-    monkeypatch.setattr(hf_engine, "_load", load_wrongly)
+    monkeypatch.setattr(hf_engine, "load", load_wrongly)
     async with following(cluster, tmp_path, bridge="restart") as (client, caller):
         await until(lambda: caller.agreements(1))
         run_id = await caller.create_run(tmp_path.name, **WHOLE)

@@ -50,10 +50,10 @@ class Command:
         def work():
             with ServiceClient(self._server.address, retry=ONCE) as service:
                 trainer = AtroposTrainer(self._options, service, self.said.append)
-                trainer._api = self._api
-                trainer._log.add = lambda step, metrics: self.metrics.append(metrics)
+                trainer.api = self._api
+                trainer.log.add = lambda step, metrics: self.metrics.append(metrics)
                 training = service.get_training_client(self._server.trainer.run_id)
-                trainer._step(training, service.get_run(training.run_id).step)
+                trainer.step(training, service.get_run(training.run_id).step)
 
         await asyncio.to_thread(work)
 

@@ -85,7 +85,7 @@ async def test_a_model_that_does_not_load_leaves_the_one_before_it_serving(volum
 async def test_files_that_are_replaced_while_they_are_loaded_are_not_served(
     kind, model, volume, trainer, client, monkeypatch, tmp_path
 ):
-    load = hf_engine._load
+    load = hf_engine.load
 
     def load_late(options):
         if options.model_path.parent.name == "versions":
@@ -95,12 +95,12 @@ async def test_files_that_are_replaced_while_they_are_loaded_are_not_served(
                 make_tiny_llama(options.model_path, seed=7)
         return load(options)
 
-    monkeypatch.setattr(hf_engine, "_load", load_late)
+    monkeypatch.setattr(hf_engine, "load", load_late)
     announce(volume, trainer, make_model_version(volume, 1))
     (refusal,) = await until(lambda: trainer.heard("refusal"))
     assert (refusal.version, refusal.reason) == (1, "CHECKSUM_MISMATCH")
     assert close((await client.logprobs(base_ref()))[0], expected(model))
-    monkeypatch.setattr(hf_engine, "_load", load)
+    monkeypatch.setattr(hf_engine, "load", load)
     announce(volume, trainer, make_model_version(volume, 2))
     await until(lambda: trainer.heard("acknowledgement"))
     assert close((await client.logprobs(version_ref(RUN, 2)))[0], expected(volume.version(RUN, 2)))
@@ -109,7 +109,7 @@ async def test_files_that_are_replaced_while_they_are_loaded_are_not_served(
 async def test_a_model_whose_run_is_deleted_while_it_is_loaded_is_not_served(
     model, volume, trainer, client, monkeypatch
 ):
-    load, is_loading, may_load = hf_engine._load, threading.Event(), threading.Event()
+    load, is_loading, may_load = hf_engine.load, threading.Event(), threading.Event()
 
     def load_late(options):
         if options.model_path.parent.name == "versions":
@@ -117,7 +117,7 @@ async def test_a_model_whose_run_is_deleted_while_it_is_loaded_is_not_served(
             may_load.wait(PATIENCE)
         return load(options)
 
-    monkeypatch.setattr(hf_engine, "_load", load_late)
+    monkeypatch.setattr(hf_engine, "load", load_late)
     announce(volume, trainer, make_model_version(volume, 1))
     asked = asyncio.create_task(client.logprobs(version_ref(RUN, 1)))
     await until(is_loading.is_set)

@@ -38,7 +38,7 @@ def _free_port(count: int) -> int:
         port = SystemRandom().randrange(_FIRST, max(end, _FIRST + 1_000) + 1 - count)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            if _reserve(port):
+            if reserve(port):
                 return port
 
 
@@ -46,11 +46,11 @@ def free_service_ports() -> int:
     """Reserve a port with the next three and the health ports 100 above, as `paceline up` needs them."""
     while True:
         base = _free_port(count=103)
-        if all(is_free(base + offset) and _reserve(base + offset) for offset in (1, 2, 3, 100, 101, 102)):
+        if all(is_free(base + offset) and reserve(base + offset) for offset in (1, 2, 3, 100, 101, 102)):
             return base
 
 
-def _reserve(port: int) -> bool:
+def reserve(port: int) -> bool:
     """Reserve a port for this process; return False if this or another one has it.
 
     Another could otherwise choose it before a service listens on it.

@@ -74,7 +74,7 @@ class HfEngine:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._loaded = await loop.run_in_executor(self._thread, _load, self._options)
+        self._loaded = await loop.run_in_executor(self._thread, load, self._options)
         self._driver = loop.create_task(self._drive(self._loaded.batcher))
 
     async def stop(self) -> None:
@@ -216,7 +216,8 @@ def _score(loaded: _Loaded, tokens: list[int], adapter: Adapter | None, k: int) 
     return logprobs.numpy(), topk
 
 
-def _load(options: EngineOptions) -> _Loaded:
+def load(options: EngineOptions) -> _Loaded:
+    """Load a model from its directory. Raises what a damaged or unknown one is refused with."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ import sys
 
 from support import ports
 
-_ASK = f"import sys; sys.path[:0] = {sys.path!r}; from support import ports; print(ports._reserve(int(sys.argv[1])))"
+_ASK = f"import sys; sys.path[:0] = {sys.path!r}; from support import ports; print(ports.reserve(int(sys.argv[1])))"
 
 
 def test_a_port_is_reserved_until_its_process_ends():
@@ -16,7 +16,7 @@ def test_a_port_is_reserved_until_its_process_ends():
 
 
 def test_a_process_reserves_a_port_once():
-    assert not ports._reserve(ports.free_port())
+    assert not ports.reserve(ports.free_port())
 
 
 def test_the_ports_of_paceline_up_are_all_reserved():

@@ -274,7 +274,7 @@ def test_a_server_that_was_restarted_is_told_of_the_trainer_again():
 
 def trainer_of(api, state, said):
     options = SimpleNamespace(
-        atropos_url=api._address,
+        atropos_url=api.address,
         state=state,
         seq_len=64,
         batch_size=2,
@@ -293,11 +293,11 @@ def test_a_batch_of_which_nothing_can_be_trained_on_is_dropped_and_the_next_is_t
     said, trained = [], []
     with answering([{"batch": bad}, 500, {"uuid": 1}, {"batch": [group(), *bad]}]) as (api, _):
         trainer = trainer_of(api, tmp_path, said)
-        trainer._train = lambda training, pulled, batch: trained.append(batch) or {"skipped_sequences": 0.0}
-        trainer._publish = lambda training, step: {}
+        trainer.train = lambda training, pulled, batch: trained.append(batch) or {"skipped_sequences": 0.0}
+        trainer.publish = lambda training, step: {}
         logged = []
-        trainer._log.add = lambda step, metrics: logged.append(metrics)
-        trainer._step(SimpleNamespace(run_id="run-1"), 0)
+        trainer.log.add = lambda step, metrics: logged.append(metrics)
+        trainer.step(SimpleNamespace(run_id="run-1"), 0)
     (batch,) = trained
     assert len(batch.sequences) == 2
     assert (logged[0]["skipped_sequences"], logged[0]["skipped_groups"]) == (8, 4)

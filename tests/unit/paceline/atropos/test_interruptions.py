@@ -119,9 +119,9 @@ def start(run, client, state):
         checkpoint_interval=0,
     )  # fmt: skip
     trainer = AtroposTrainer(options, SimpleNamespace(get_run=lambda run_id: run), lambda line: None)
-    trainer._api = SimpleNamespace(next_batch=lambda step, say: [group])
+    trainer.api = SimpleNamespace(next_batch=lambda step, say: [group])
     try:
-        trainer._step(client, run.step)
+        trainer.step(client, run.step)
     except (errors.PacelineError, Killed):
         return False
     return True
