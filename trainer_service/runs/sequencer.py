@@ -28,6 +28,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Protocol
 
 from google.protobuf.message import Message
@@ -44,7 +45,7 @@ from trainer_service.journal.journal import RunJournal
 from trainer_service.runs.command import Answers, Command, Outcome, answer_of, answer_to_record
 from trainer_service.runs.pending import READING, PendingCommand, PendingCommands, PendingState
 from trainer_service.runs.progress import CommandProgress
-from trainer_service.runs.status import CommandStatus, StatusStream, status_of_answer, status_of_pending
+from trainer_service.runs.status import CommandStatus, StatusStream, ToTell, status_of_answer, status_of_pending
 
 _log = get_logger(__name__)
 
@@ -213,10 +214,10 @@ class Sequencer:
                 return await self.submit(command)  # meanwhile the same one may have arrived, or the run been closed
             pending = self._waiting.accept(command)
             self._advance()
-        (status,) = self._statuses([command.seq_id])
+        (status,) = self._describe(self._arrived([command.seq_id])) or [self._status_of_past(command.seq_id)]
         if status.digest not in {command.digest, b""}:
-            return StatusStream([status.of_another()])
-        stream = StatusStream([status], [] if pending is None else [pending], self._describe)
+            return StatusStream({command.seq_id: status.of_another()})
+        stream = StatusStream({command.seq_id: status}, [] if pending is None else [pending], self._describe)
         if pending is not None:
             await self._while_written(pending, stream)
         return stream
@@ -234,9 +235,11 @@ class Sequencer:
 
     def follow(self, seq_ids: Sequence[int]) -> StatusStream:
         """Return the statuses of commands. Close the stream."""
-        distinct = dict.fromkeys(seq_ids)
-        pending = [one for seq_id in distinct if (one := self._waiting.by_seq_id.get(seq_id)) is not None]
-        return StatusStream(self._statuses(list(distinct)), pending, self._describe)
+        pending = self._arrived(seq_ids)
+        found = {status.seq_id: status for status in self._describe(pending)}
+        # Replies may be large, and their reader slow: each is read when it is its turn, not all at once.
+        first = {seq_id: found.get(seq_id) or self._read_past(seq_id) for seq_id in seq_ids}
+        return StatusStream(first, pending, self._describe)
 
     @property
     def is_awaited(self) -> bool:
@@ -259,11 +262,14 @@ class Sequencer:
         commands = (one.command for one in self._waiting.by_seq_id.values())
         return any(command.method == "PublishWeights" and command.refusal is None for command in commands)
 
-    def _statuses(self, seq_ids: Sequence[int]) -> list[CommandStatus]:
-        """Return what has become of commands, in the given order."""
-        arrived = [one for seq_id in seq_ids if (one := self._waiting.by_seq_id.get(seq_id)) is not None]
-        found = {status.seq_id: status for status in self._describe(arrived)}
-        return [found.get(seq_id) or self._status_of_past(seq_id) for seq_id in seq_ids]
+    def _arrived(self, seq_ids: Sequence[int]) -> list[PendingCommand]:
+        """Return those of the commands that are held, accepted or executing, or are refused before their turn."""
+        found = (self._waiting.by_seq_id.get(seq_id) for seq_id in dict.fromkeys(seq_ids))
+        return [pending for pending in found if pending is not None]
+
+    def _read_past(self, seq_id: int) -> ToTell:
+        """Return how to read the status of an answered command; or that of one that has not arrived, or raise."""
+        return partial(self._status_of_past, seq_id) if 0 < seq_id <= self.executed else self._status_of_past(seq_id)
 
     def _status_of_past(self, seq_id: int) -> CommandStatus:
         """Return the status of a command that was answered, or has not arrived. Raises why the run takes none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -67,17 +67,21 @@ def status_of_answer(seq_id: int, record: AnswerRecord | None) -> CommandStatus:
     return CommandStatus(seq_id, state, record.digest, record.attachment, answer=answer, answer_expired=answer is None)
 
 
+ToTell = CommandStatus | Callable[[], CommandStatus]
+"""A status, or how to read it when it is told."""
+
+
 class StatusStream:
     """The statuses of commands: those at its creation, then each change. Close it to stop watching."""
 
     def __init__(
         self,
-        first: Sequence[CommandStatus],
+        first: Mapping[int, ToTell],
         commands: Sequence[PendingCommand] = (),
         describe: Callable[[Sequence[PendingCommand]], list[CommandStatus]] = lambda _: [],
     ) -> None:
-        """`first` are the present statuses; `describe` makes those of `commands`, which may change."""
-        self._first = {status.seq_id: status for status in first}
+        """`first` are the present statuses by seq_id; `describe` makes those of `commands`, which may change."""
+        self._first = dict(first)
         self._describe = describe
         self._watched = {pending: None for pending in commands if not pending.state.has_ended}
         self._changed: dict[PendingCommand, None] = {}
@@ -97,8 +101,10 @@ class StatusStream:
         read is yielded once. Raises why a command was left.
         """
         self._first.update((status.seq_id, status) for status in self._take())
-        for status in self._first.values():
-            yield status
+        for seq_id in list(self._first):
+            first = self._first.pop(seq_id)
+            yield first if isinstance(first, CommandStatus) else first()
+            del first
         clock = asyncio.get_running_loop().time
         end = None if seconds is None else clock() + seconds
         while self._watched or self._changed:

@@ -270,6 +270,17 @@ async def test_an_answer_that_is_no_longer_kept_is_told_as_such(directory):
     assert (expired.state, expired.answer, expired.answer_expired) == (SUCCEEDED, None, True)
 
 
+async def test_replies_are_read_one_by_one_so_that_a_slow_reader_keeps_none_in_memory(directory):
+    run = JournaledRun(directory, kept_bytes=0)
+    await run.send(1)
+    await run.send(2)
+    async with aclosing(run.sequencer.follow([1, 2])) as stream, aclosing(stream.statuses()) as statuses:
+        assert (await anext(statuses)).seq_id == 1
+        await run.send(3)  # the newest is kept, and no other
+        second = await anext(statuses)
+    assert (second.seq_id, second.answer, second.answer_expired) == (2, None, True)
+
+
 async def test_a_command_that_is_durable_as_its_turn_comes_is_accepted_first(run, monkeypatch):
     append = run.journal.append
 
