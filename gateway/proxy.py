@@ -252,7 +252,8 @@ class Router:
         if self.trainer.base is None:
             return errors.UpstreamUnavailable("the trainer cannot be reached, and the samplers differ; try again")
         found = "; ".join(f"{sampler.target}: {difference}" for sampler, difference in self._unused.items())
-        return errors.ModelNotFound(f"no sampler serves {self.trainer.base.name}, the trainer's base model ({found})")
+        name = self.trainer.base.name
+        return errors.ModelNotFound(f"no sampler serves {name}, the trainer's base model ({found}); start one with it")
 
     def _note_change(self) -> None:
         """Find out anew which samplers are unused, and log those that change."""

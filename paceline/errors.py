@@ -203,6 +203,8 @@ class InvalidPageToken(InvalidArgument, reason="INVALID_PAGE_TOKEN"):
 
 # The object that a request names is missing, taken, or in the wrong state.
 
+_RUNS = "list_runs returns those that exist"
+
 
 class NotFound(PacelineError):
     """No such object, or it belongs to another tenant."""
@@ -213,6 +215,11 @@ class NotFound(PacelineError):
 class ModelNotFound(NotFound, reason="MODEL_NOT_FOUND"):
     """No such base model."""
 
+    @classmethod
+    def of(cls, served: str, field: str) -> Self:
+        """Return the error of a name other than the served model's."""
+        return cls(f"no such base model; {served} is served: give that name, or none", field=field)
+
 
 class RunNotFound(NotFound, reason="RUN_NOT_FOUND"):
     """No such run, or it belongs to another tenant."""
@@ -220,15 +227,37 @@ class RunNotFound(NotFound, reason="RUN_NOT_FOUND"):
     @classmethod
     def of(cls, run_id: str, field: str) -> Self:
         """Return the error that names the run."""
-        return cls(f"no such run: {run_id[:100]}; list_runs returns those that exist", field=field)
+        return cls(f"no such run: {run_id[:100]}; {_RUNS}", field=field)
+
+    @classmethod
+    def deleted(cls, field: str) -> Self:
+        """Return the error of a call that its run's deletion ended."""
+        return cls(f"the run was deleted; {_RUNS}", field=field)
 
 
 class VersionNotFound(NotFound, reason="VERSION_NOT_FOUND"):
     """No such version, or it is no longer kept."""
 
+    @classmethod
+    def of(cls, what: str, field: str) -> Self:
+        """Return the error that says what is missing."""
+        remedy = "get_run tells the newest (latest_version), and save_weights_for_sampler keeps weights that must last"
+        return cls(f"{what}; {remedy}", field=field)
+
+    @classmethod
+    def unpublished(cls, field: str) -> Self:
+        """Return the error of a run without versions."""
+        return cls("the run has no version yet; publish its weights (publish_weights) first", field=field)
+
 
 class CheckpointNotFound(NotFound, reason="CHECKPOINT_NOT_FOUND"):
     """No such checkpoint, or it belongs to another tenant."""
+
+    @classmethod
+    def of(cls, path: object, field: str) -> Self:
+        """Return the error that names the checkpoint's path."""
+        message = f"no such checkpoint: {str(path)[:300]}; it was never saved, was deleted, or its ttl_seconds passed"
+        return cls(f"{message}. list_checkpoints returns those that exist", field=field)
 
 
 class Conflict(PacelineError):

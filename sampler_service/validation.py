@@ -15,8 +15,9 @@ from paceline import errors
 from paceline.chat.bodies import check_length, read_chat_body
 from paceline.chat.messages import TEMPLATE_KWARGS, read_messages, read_template_kwargs, read_tools
 from paceline.layout import CheckpointPath, check_run_id
+from paceline.spans import span
 from paceline.types import CheckpointKind, ModelInfo, ModelRef, SamplingParams
-from paceline.types.training import Array
+from paceline.types.training import Array, check_vocabulary
 from sampler_service.engine.protocol import TextEndpoint, TextSampling
 from sampler_service.engine.request_checks import check_constraint
 from sampler_service.openai_formats import check_format, check_stream
@@ -110,7 +111,7 @@ def check_sampling(
     """
     most = limits.max_num_samples
     if not 1 <= num_samples <= most:
-        raise _out_of_range(num_samples, f"give 1 to {most}", "num_samples", 1, most)
+        raise _out_of_range(num_samples, f"give {span(1, most, '')}", "num_samples", 1, most)
     if prompts * num_samples > most:
         message = f"has {prompts} prompts, with {num_samples} completions of each; at most {most} completions in all"
         raise errors.OutOfRange.of_length(range(prompts), most // num_samples, message, "prompt")
@@ -130,7 +131,7 @@ def check_sampling(
 def check_ref(ref: ModelRef, model: ModelInfo) -> None:
     """Check a reference to weights. Raises ModelNotFound, RunNotFound, InvalidPath."""
     if ref.is_base and ref.base not in {"", model.name}:
-        raise errors.ModelNotFound(f"only {model.name} is served here", field="model.base.name")
+        raise errors.ModelNotFound.of(model.name, "model.base.name")
     if ref.run_id:
         check_run_id(ref.run_id, "model.version.run_id")
     if ref.checkpoint and CheckpointPath.parse(ref.checkpoint, "model.checkpoint").kind is not CheckpointKind.SAMPLER:
@@ -149,8 +150,7 @@ def check_tokens(tokens: Array, field: str, model: ModelInfo, *, reserved: int =
     longest = model.max_context_length - reserved
     if len(tokens) > longest:
         raise errors.SequenceTooLong(f"has {len(tokens)} tokens; send at most {longest}", field=field)
-    if tokens.min() < 0 or tokens.max() >= model.vocab_size:
-        raise errors.TokenOutOfRange(f"holds an id outside 0 to {model.vocab_size - 1}", field=field)
+    check_vocabulary(tokens, model.vocab_size, field)
 
 
 def read_body(content: bytes, endpoint: TextEndpoint, limits: RequestLimits) -> TextBody:
@@ -269,7 +269,7 @@ def _check_ids(tokens: Sequence[int], field: str, model: ModelInfo) -> None:
     for index, token in enumerate(tokens):
         if not 0 <= token < model.vocab_size:
             last = model.vocab_size - 1
-            message, metadata = f"is {token}; ids are from 0 to {last}", _metadata(token, 0, last)
+            message, metadata = f"is {token}; ids are {span(0, last)}", _metadata(token, 0, last)
             raise errors.TokenOutOfRange(message, field=f"{field}[{index}]", metadata=metadata)
 
 
@@ -277,7 +277,7 @@ def _check_range(value: float, field: str, low: float, high: float, *, low_open:
     if isinstance(value, float) and not math.isfinite(value):  # a whole number may be too large for a float
         raise errors.NonFinite("must be a finite number", field=field)
     if not low <= value <= high or (low_open and value == low):
-        what = f"it must be {'above' if low_open else 'from'} {low} to {high}"
+        what = f"it must be {span(low, high, 'above ' if low_open else 'from ')}"
         raise _out_of_range(value, what, field, low, high)
 
 

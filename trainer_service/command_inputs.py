@@ -9,6 +9,7 @@ from typing import Any
 from paceline import codec, errors, layout
 from paceline.layout import CheckpointPath
 from paceline.rpc.bounds import check_message
+from paceline.spans import span
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CheckpointKind, Datum, ForwardBackwardSpec, ModelInfo, OptimizerParams
 from trainer_service import validation
@@ -105,7 +106,7 @@ def _pass_of(request: pb.ForwardBackwardRequest, limits: InputLimits) -> Pass:
 def _step_of(request: pb.OptimStepRequest) -> Step:
     since, own = request.only_if_succeeded_since, request.seq_id
     if since and not own - MAX_OUTSTANDING <= since <= own:
-        message = f"is {since}; give a seq_id from {max(1, own - MAX_OUTSTANDING)} to {own}"
+        message = f"is {since}; it must be {span(max(1, own - MAX_OUTSTANDING), own)}"
         raise errors.OutOfRange(message, field="only_if_succeeded_since")
     if request.HasField("discard_gradient"):
         return Step(None, since)

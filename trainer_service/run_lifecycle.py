@@ -87,7 +87,7 @@ class RunLifecycle:
         checkpoint as `parameters` means the configuration of its run. Raises RequestIdReused if another request used
         the request_id.
         """
-        validation.check_request_id(request_id)
+        validation.check_request_id(request_id, "run")
         # One at a time, so that a request that is repeated while the first one is served finds its run.
         async with self._creating:
             made = self._registry.find_request(identity.tenant, request_id)
@@ -95,7 +95,10 @@ class RunLifecycle:
             if known and known != digest.hex():
                 raise errors.RequestIdReused("was used with another payload; generate a new one", field="request_id")
             if known and made is None:
-                raise errors.RunNotFound("the run that this request created was deleted", field="request_id")
+                raise errors.RunNotFound(
+                    "the run that this request created was deleted; generate a new one for another run",
+                    field="request_id",
+                )
             if made is not None:
                 return made
             if isinstance(parameters, CheckpointPath):
@@ -190,7 +193,7 @@ class RunLifecycle:
         A repetition of one of the newest requests returns the same number and supersedes nobody. Raises DiskFull or
         OSError, in which case nobody was superseded.
         """
-        validation.check_request_id(request_id)
+        validation.check_request_id(request_id, "client that attaches")
         try:
             async with record.persisting:  # also keeps two requests from getting one number
                 number = record.attached.get(request_id, record.attachment + 1)
@@ -233,7 +236,7 @@ class RunLifecycle:
         async with record.recovering:
             if record.is_deleted:
                 raise errors.RunNotFound.of(record.run_id, field="run_id")
-            gone = errors.RunNotFound("the run was deleted", field="run_id")
+            gone = errors.RunNotFound.deleted("run_id")
             record.sequencer.drain(gone)
             await self._publisher.cancel_waits(record.run_id)
             await record.sequencer.close(gone)

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline import errors
 from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, ModelInfo, Reduction
-from paceline.types.training import MASK_INPUTS, Array
+from paceline.types.training import MASK_INPUTS, Array, are_tokens, check_vocabulary
 from trainer_service.engine_link.loss_specs import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -30,10 +30,11 @@ _MAX_TARGETS = (512, 256)
 """Most entries, and most characters in each."""
 
 
-def check_request_id(request_id: str) -> None:
-    """Check the key that makes CreateRun and AttachRun idempotent."""
+def check_request_id(request_id: str, per: str) -> None:
+    """Check the key that makes CreateRun and AttachRun idempotent; `per` says for what a new one is generated."""
     if not request_id:
-        raise errors.MissingField("is not set; generate one per run", field="request_id")
+        message = f"is not set; generate one per {per}, and give the same one when the call is repeated"
+        raise errors.MissingField(message, field="request_id")
     if not _REQUEST_ID.fullmatch(request_id):
         raise errors.InvalidName("must be 1 to 64 characters of [A-Za-z0-9_-]", field="request_id")
 
@@ -41,7 +42,7 @@ def check_request_id(request_id: str) -> None:
 def check_base_model(name: str, model: ModelInfo) -> None:
     """Check that a request names the base model that is served; an empty name means that one."""
     if name not in {"", model.name}:
-        raise errors.ModelNotFound(f"no such base model; {model.name} is served", field="base_model")
+        raise errors.ModelNotFound.of(model.name, "base_model")
 
 
 def check_lora(lora: LoraConfig, model: ModelInfo) -> None:
@@ -86,9 +87,9 @@ def check_batch(
         raise errors.EmptyBatch("has no datums; send at least one", field="data")
     if len(data) > max_datums:
         raise errors.OutOfRange(f"has {len(data)} datums; at most {max_datums} are accepted, split it", field="data")
-    if not _are_tokens(np.concatenate([datum.model_input for datum in data]), model.vocab_size):
+    if not are_tokens(np.concatenate([datum.model_input for datum in data]), model.vocab_size):
         for index, datum in enumerate(data):
-            _check_tokens(datum.model_input, f"data[{index}].model_input", model.vocab_size)
+            check_vocabulary(datum.model_input, model.vocab_size, f"data[{index}].model_input")
     for index, datum in enumerate(data):
         _check_form(datum, f"data[{index}]", loss, model)
     if not _holds_valid_values(data, loss, model):
@@ -139,16 +140,15 @@ def _holds_valid_values(data: Sequence[Datum], loss: ResolvedLoss, model: ModelI
 def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[str]) -> None:
     known = {*spec.required, *spec.optional}
     missing = [name for name in required if name not in datum.loss_inputs]
-    for name in datum.loss_inputs:
-        if name not in known:
-            message = f"{spec.name} has no such input; it accepts {', '.join(sorted(known))}"
-            if missing:  # more likely the cause: the input may be a client's default for a datum without these
-                message += f"; it needs {' and '.join(missing)}, which the datum lacks"
-            raise errors.UnknownField(message, field=f"{field}.loss_inputs[{name}]")
-    for name in missing:
-        raise errors.MissingField(
-            f"{spec.name} needs it; send one value per token", field=f"{field}.loss_inputs[{name}]"
-        )
+    unknown = [name for name in datum.loss_inputs if name not in known]
+    if missing:  # before what is unknown, which may be a client's default for a datum without these
+        message = f"{spec.name} needs {' and '.join(missing)}; send one value per token"
+        if unknown:
+            message += f", and leave out {' and '.join(unknown)}, which it does not have"
+        raise errors.MissingField(message, field=f"{field}.loss_inputs[{missing[0]}]")
+    for name in unknown:
+        message = f"{spec.name} has no such input; it accepts {', '.join(sorted(known))}"
+        raise errors.UnknownField(message, field=f"{field}.loss_inputs[{name}]")
 
 
 def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
@@ -173,7 +173,7 @@ def _check_values(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo
         if inputs[name].max() > 1:
             raise errors.OutOfRange("holds values other than 0 and 1", field=f"{field}.loss_inputs[{name}]")
     counted = _counted(datum)
-    _check_tokens(inputs["target_tokens"], f"{field}.loss_inputs[target_tokens]", model.vocab_size)
+    check_vocabulary(inputs["target_tokens"], model.vocab_size, f"{field}.loss_inputs[target_tokens]")
     for name in sorted(spec.finite & inputs.keys()):
         if not np.isfinite(inputs[name][counted]).all():
             raise errors.NonFinite("holds NaN or infinity where the mask is 1", field=f"{field}.loss_inputs[{name}]")
@@ -233,18 +233,9 @@ def _counted(datum: Datum) -> Array:
     return np.ones(datum.model_input.shape, bool) if mask is None else mask != 0
 
 
-def _are_tokens(values: Array, vocab_size: int) -> bool:
-    return bool(values.min() >= 0 and values.max() < vocab_size)
-
-
-def _check_tokens(tokens: Array, field: str, vocab_size: int) -> None:
-    if not _are_tokens(tokens, vocab_size):
-        bad = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
-        raise errors.TokenOutOfRange(f"holds {bad}; token ids are 0 to {vocab_size - 1}", field=field)
-
-
 def _check_range(value: float, field: str, low: float, high: float, *, high_open: bool = False) -> None:
     inside = low <= value < high if high_open else low <= value <= high
     if not inside:
         top = "below" if high_open else "at most"
-        raise errors.OutOfRange(f"is {value:g}; must be at least {low:g} and {top} {high:g}", field=field)
+        wanted = f"{low:g}" if low == high else f"at least {low:g} and {top} {high:g}"
+        raise errors.OutOfRange(f"is {value:g}; must be {wanted}", field=field)

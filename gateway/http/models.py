@@ -141,7 +141,9 @@ class Models:
             run_id = CheckpointPath.parse(ref.checkpoint).run_id
             found = [one for one in await self.checkpoints(tenant, run_id) if one.path == ref.checkpoint]
             if not found:
-                raise errors.ModelNotFound(f"no such checkpoint: {name[:200]}", field="model")
+                raise errors.ModelNotFound(
+                    f"no such checkpoint: {name[:200]}; GET /v1/models lists what there is", field="model"
+                )
             return {**_checkpoint_entry(found[0]), "id": name}
         if not ref.run_id:
             return entry_of(name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from paceline import codec, errors
 from paceline.client.commands import Outcome
+from paceline.spans import span
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
 from paceline.types.training import ADVANTAGE_MEANS, ADVANTAGE_TOKENS
@@ -65,8 +66,9 @@ class Batch:
             start = sum(self.sizes[:part])
             error.field = _DATUM_FIELD.sub(lambda place: f"data[{int(place[1]) + start}]", error.field)
             last = start + self.sizes[part] - 1
+            which = f"{'datum' if last == start else 'datums'} {span(start, last, '')}"
             error.add_note(
-                f"Part {part + 1} of {len(self.sizes)} failed: datums {start} to {last}. "
+                f"Part {part + 1} of {len(self.sizes)} failed: {which}. "
                 "The gradient of the parts that succeeded stays in the run until the next optim_step."
             )
         return error

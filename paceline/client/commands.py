@@ -19,6 +19,7 @@ from paceline.client.retry import call_name, is_retryable
 from paceline.client.transport import Metadata, Transport, read
 from paceline.codec.commands import Command, execute_request, may_have_arrived, reply_in
 from paceline.errors import Fate
+from paceline.spans import span
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import CommandState
 
@@ -85,8 +86,9 @@ class CommandSender:
         """Start `work`, which sends `count` commands at its place in the order. `name` identifies it in the log."""
         with self._issuing:
             first, last = self._issued, self._issued + count - 1
-            numbers = f"{last}" if count == 1 else f"{first} to {last}"
-            issued = IssuedCommand(f"{name} {numbers} of {self._run_id}", self.order, first, count, is_pass)
+            issued = IssuedCommand(
+                f"{name} {span(first, last, '')} of {self._run_id}", self.order, first, count, is_pass
+            )
             future = self._transport.submit_command(issued, _with_fate(work, issued))
             self._issued += count
         return future

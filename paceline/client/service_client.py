@@ -21,6 +21,7 @@ from paceline.client.training_client import TrainingClient
 from paceline.client.transport import Transport, blocking
 from paceline.errors import NotServableWarning
 from paceline.layout import CheckpointPath, check_run_id
+from paceline.spans import span
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, FullParameters, LoraConfig, ModelRef, RunParameters, WeightStorage
 from paceline.types.hints import hinted
@@ -214,8 +215,8 @@ class ServiceClient(Catalog):
             if monotonic() > until:
                 message = f'commands {left} of an earlier client have not ended; attach again, or with "report"'
                 raise errors.TimedOut(message, field="outstanding")
-            message = "attached to %s: waiting up to %.0f s for %d command(s) of an earlier client, from %d to %d"
-            _log.log(level, message, run_id, until - monotonic(), len(left), min(left), max(left))
+            message = "attached to %s: waiting up to %.0f s for %d command(s) of an earlier client: %s"
+            _log.log(level, message, run_id, until - monotonic(), len(left), span(min(left), max(left), ""))
             request.wait_seconds, level = _ATTACH_SECONDS, logging.WARNING
 
     get_training_client = blocking(get_training_client_async)

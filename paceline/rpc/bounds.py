@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline import errors
 from paceline.codec.commands import ORDER_FIELDS
+from paceline.spans import span
 from paceline.types.v1 import bounds_pb2 as pb
 
 MAX_KEY_BYTES = 128
@@ -208,7 +209,7 @@ def _check_number_of(low: float, high: float) -> _Check:
         if not isfinite(value):
             raise errors.NonFinite("must be a finite number")
         if not low <= value <= high:
-            raise errors.OutOfRange(f"is {value:g}; it must be from {low:g} to {high:g}")
+            raise errors.OutOfRange(f"is {value:g}; it must be {span(f'{low:g}', f'{high:g}')}")
 
     return check
 

@@ -12,7 +12,16 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paceline.errors import EmptyBatch, InvalidArgument, InvalidDtype, InvalidShape, OutOfRange, UnknownField
+from paceline.errors import (
+    EmptyBatch,
+    InvalidArgument,
+    InvalidDtype,
+    InvalidShape,
+    OutOfRange,
+    TokenOutOfRange,
+    UnknownField,
+)
+from paceline.spans import span
 from paceline.types.hints import hinted
 
 Array = NDArray[Any]
@@ -419,3 +428,20 @@ def _describe(array: NDArray[Any]) -> str:
 
 def _is_text(array: NDArray[Any]) -> bool:
     return array.dtype.kind in "SU"
+
+
+def are_tokens(tokens: Array, vocab_size: int) -> bool:
+    """Return whether all of these numbers, one at least, are ids of a vocabulary."""
+    return bool(tokens.min() >= 0 and tokens.max() < vocab_size)
+
+
+def check_vocabulary(tokens: Array, vocab_size: int, field: str) -> None:
+    """Check that all of these numbers, one at least, are ids of a vocabulary. Raises TokenOutOfRange."""
+    if are_tokens(tokens, vocab_size):
+        return
+    position = np.argwhere((tokens < 0) | (tokens >= vocab_size))[0]
+    bad, last = int(tokens[tuple(position)]), vocab_size - 1
+    place = ", ".join(map(str, position))
+    message = f"holds {bad} at position {place}; the vocabulary has {vocab_size} tokens, with ids {span(0, last)}"
+    metadata = {"value": str(bad), "minimum": "0", "maximum": str(last)}
+    raise TokenOutOfRange(message, field=field, metadata=metadata)

@@ -64,8 +64,8 @@ FetchVersion = Callable[[pb.FetchVersionRequest, Any], AsyncIterator[bytes]]
 def absent(ref: ModelRef) -> errors.NotFound:
     """Return the error for weights that do not exist, with which trainer and samplers answer alike."""
     if ref.checkpoint:
-        return errors.CheckpointNotFound("no such checkpoint", field="model.checkpoint")
-    return errors.VersionNotFound("no such version, or no longer kept", field="model.version.version")
+        return errors.CheckpointNotFound.of(ref.checkpoint, "model.checkpoint")
+    return errors.VersionNotFound.of(f"no such version of {ref.run_id}, or no longer kept", "model.version.version")
 
 
 def write_piece(file: FileIO, offset: int, size: int) -> bytes:

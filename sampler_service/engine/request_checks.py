@@ -10,16 +10,18 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from paceline.errors import (
     EmptyBatch,
     InvalidArgument,
     OutOfRange,
     SequenceTooLong,
-    TokenOutOfRange,
     Unsupported,
     VersionNotFound,
 )
 from paceline.types import ModelInfo, SamplingParams
+from paceline.types.training import check_vocabulary
 from sampler_service.engine.protocol import Adapter
 
 MAX_CONSTRAINT_LENGTH = 2**16
@@ -60,8 +62,7 @@ def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, reserved: i
     """
     if not tokens:
         raise EmptyBatch("no tokens; send at least one", field=field)
-    if min(tokens) < 0 or max(tokens) >= info.vocab_size:
-        raise TokenOutOfRange(f"token ids go from 0 to {info.vocab_size - 1}", field=field)
+    check_vocabulary(np.asarray(tokens), info.vocab_size, field)
     longest = info.max_context_length - reserved
     if len(tokens) > longest:
         raise SequenceTooLong(f"{len(tokens)} tokens; send at most {longest}", field=field)
@@ -70,7 +71,7 @@ def check_tokens(info: ModelInfo, tokens: Sequence[int], field: str, reserved: i
 def check_loaded(adapter: Adapter | None, loaded: Collection[int]) -> None:
     """Refuse an adapter that is not among the loaded ids. Raises VersionNotFound."""
     if adapter is not None and adapter.adapter_id not in loaded:
-        raise VersionNotFound(f"{adapter.name} is not loaded", field="model")
+        raise VersionNotFound(f"{adapter.name} is not loaded; load it first", field="model")
 
 
 def completion_budget(info: ModelInfo, prompt_length: int, params: SamplingParams) -> int:

@@ -49,7 +49,7 @@ class Arrival:
     def check(self) -> None:
         """Refuse weights whose run was deleted, before a request can find them. Raises RunNotFound."""
         if self.is_deleted:
-            raise errors.RunNotFound("the run was deleted", field="model.version.run_id")
+            raise errors.RunNotFound.deleted("model.version.run_id")
 
 
 class Arrivals:

@@ -229,7 +229,9 @@ class InPlaceSlot(SingleModelStore):
             raise errors.EngineUnavailable("a write of the weights was interrupted; the next publish writes them again")
         if ref.is_base:
             if self._state is not SlotState.BASE:
-                raise errors.ModelNotFound("a run's weights were written over the base model's", field="model")
+                raise errors.ModelNotFound(
+                    "a run's weights were written over the base model's; name that run", field="model"
+                )
             return self._base
         if entry is not None and entry.served.run_id == ref.run_id:
             check_owner(entry.tenant, ref, tenant)

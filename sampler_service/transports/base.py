@@ -183,9 +183,8 @@ class ManifestRules:
             raise errors.Unsupported("is an adapter; this sampler serves whole models", field="model")
         same_weights = self.base_sha256 and manifest.base_sha256 == self.base_sha256
         if manifest.model.base_model != self.base_model and not same_weights:
-            raise errors.ModelNotFound(
-                f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model}", field="model"
-            )
+            message = f"was trained on {manifest.model.base_model}; this sampler serves {self.base_model} and its runs"
+            raise errors.ModelNotFound(message, field="model")
         if not is_model(manifest):
             check_same_base(self.base_sha256, manifest.base_sha256, "the adapter was made on")
         if manifest.rank > self.max_lora_rank:

@@ -384,7 +384,7 @@ async def test_a_client_that_attaches_says_for_what_it_waits(server, client, tra
     await asyncio.gather(*left)
     assert not has_ended
     assert re.fullmatch(
-        rf"attached to {training.run_id}: waiting up to \d+ s for 3 command\(s\) of an earlier client, from 1 to 3",
+        rf"attached to {training.run_id}: waiting up to \d+ s for 3 command\(s\) of an earlier client: 1 to 3",
         told[0],
     )
 

@@ -263,6 +263,12 @@ async def test_a_step_that_depends_on_its_passes_is_not_taken_without_one(client
     step.only_if_succeeded_since = 6
     refused = error_from_proto((await client.execute(5, step))[-1].error)
     assert refused.field == "only_if_succeeded_since"
+    assert refused.message == "is 6; it must be from 1 to 5"
+
+
+async def test_the_first_command_of_a_run_is_told_the_one_place_on_which_its_step_can_depend(client):
+    refused = error_from_proto((await client.execute(1, pb.OptimStepRequest(only_if_succeeded_since=2)))[-1].error)
+    assert refused.message == "is 2; it must be 1"
 
 
 @pytest.mark.parametrize("outstanding", ["wait", "cancel", "report"])

@@ -508,6 +508,9 @@ async def test_creating_a_run_twice_with_one_request_id_makes_one_run(caller):
     request.lora.rank = 8
     with pytest.raises(errors.RequestIdReused):
         await caller.call("CreateRun", request)
+    request.request_id = ""
+    with pytest.raises(errors.MissingField, match="generate one per run"):
+        await caller.call("CreateRun", request)
 
 
 async def test_the_client_that_attached_last_trains_the_run(caller):
@@ -517,6 +520,8 @@ async def test_the_client_that_attached_last_trains_the_run(caller):
     first, second = await attach("first"), await attach("second")
     assert (first.attachment, second.attachment) == (1, 2)
     assert await attach("second") == second
+    with pytest.raises(errors.MissingField, match="generate one per client that attaches"):
+        await attach("")
     with pytest.raises(errors.ClientSuperseded):
         await attach("first")  # a late repeat does not supersede the second
     await caller.command(

@@ -725,14 +725,14 @@ async def test_versions_that_come_back_with_their_run_are_not_denied_meanwhile(t
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_does_not_come_back_is_denied_at_once(trainer, commander):
     await trainer.restart()
-    with pytest.raises(errors.VersionNotFound, match="none was published"):
+    with pytest.raises(errors.VersionNotFound, match=r"no version yet; publish its weights \(publish_weights\) first"):
         trainer.publisher.find(trainer.run, None)
     await trainer.recover()
     for _ in range(KEPT_VERSIONS + 1):
         await commander.send(pb.PublishWeightsRequest, durable=True)
     await trainer.publisher.settled(trainer.run.run_id)
     await trainer.restart()
-    with pytest.raises(errors.VersionNotFound, match="no version 1, or no longer kept; 9 is the newest"):
+    with pytest.raises(errors.VersionNotFound, match=r"no version 1, or no longer kept; 9 is the newest; get_run"):
         trainer.publisher.find(trainer.run, 1)
 
 

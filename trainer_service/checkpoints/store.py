@@ -148,7 +148,7 @@ class CheckpointStore:
             layout.link_files(source, target)
             _verify(target, path.kind)
 
-        with _found(field):
+        with _found(path, field):
             await asyncio.to_thread(_read_whole, directory, link)
 
     async def check(self, directory: Path, kind: CheckpointKind) -> None:
@@ -161,10 +161,10 @@ class CheckpointStore:
     def find(self, path: CheckpointPath, identity: Identity, field: str = "path") -> Path:
         """Return the directory of the caller's checkpoint. Raises CheckpointNotFound, also for another tenant's."""
         directory = self._volume.checkpoint(path)
-        with _found(field), layout.opened(directory) as opened:
+        with _found(path, field), layout.opened(directory) as opened:
             is_mine = identity.is_peer or _owner(directory.parent.parent, opened) == identity.tenant
         if not is_mine:
-            raise errors.CheckpointNotFound("no such checkpoint", field=field)
+            raise errors.CheckpointNotFound.of(path, field)
         return directory
 
     async def download(
@@ -178,7 +178,7 @@ class CheckpointStore:
         """
         directory = self.find(path, identity)
         with ExitStack() as opened:
-            files = await asyncio.to_thread(_open_all, directory, opened)
+            files = await asyncio.to_thread(_open_all, path, directory, opened)
             chosen = {name: file for name, file in files.items() if only in {"", name}}
             if not chosen:
                 raise errors.CheckpointNotFound(f"has no such file; it has {', '.join(files)}", field="file")
@@ -239,7 +239,7 @@ class CheckpointStore:
         """Permanently delete the caller's checkpoint, damaged or not. Raises CheckpointNotFound."""
         directory = self.find(path, identity)
         async with self._lock(path):
-            with _found("path"):
+            with _found(path, "path"):
                 await asyncio.to_thread(layout.remove_directory, directory)
             self.newest_states.removed(path)
             self._guard.measure(directory)
@@ -254,7 +254,7 @@ class CheckpointStore:
         expires = self._expiry(ttl_seconds)
         directory = self.find(path, identity)
         async with self._lock(path):
-            with _found("path"):
+            with _found(path, "path"):
                 made = await asyncio.to_thread(_read_whole, directory, summarize)
                 await asyncio.to_thread(expiry.write, directory, made.digest, expires)
                 return await asyncio.to_thread(_describe, path, directory)
@@ -297,12 +297,12 @@ class CheckpointStore:
 
 
 @contextmanager
-def _found(field: str) -> Iterator[None]:
+def _found(path: CheckpointPath, field: str) -> Iterator[None]:
     """Raise CheckpointNotFound if a file is missing, because a checkpoint may be deleted at any moment."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise errors.CheckpointNotFound("no such checkpoint", field=field) from error
+        raise errors.CheckpointNotFound.of(path, field) from error
 
 
 def _read_whole(directory: Path, read: Callable[[Path], T]) -> T:
@@ -323,20 +323,20 @@ def _read_whole(directory: Path, read: Callable[[Path], T]) -> T:
                 raise errors.ChecksumMismatch(message, field="path") from error
 
 
-def _open_all(directory: Path, stack: ExitStack) -> dict[str, BinaryIO]:
+def _open_all(path: CheckpointPath, directory: Path, stack: ExitStack) -> dict[str, BinaryIO]:
     """Open the files of one save, sorted by name."""
     while True:
         files: dict[str, BinaryIO] = {}
         with ExitStack() as trying:
             try:
                 with layout.opened(directory) as folder:
-                    for path in sorted(folder.iterdir()):
-                        files[path.name] = trying.enter_context(open_file(path))
+                    for each in sorted(folder.iterdir()):
+                        files[each.name] = trying.enter_context(open_file(each))
                     is_whole = folder.samefile(directory)
             except FileNotFoundError as error:
                 if directory.exists():
                     continue  # overwritten meanwhile
-                raise errors.CheckpointNotFound("no such checkpoint", field="path") from error
+                raise errors.CheckpointNotFound.of(path, "path") from error
             if is_whole:
                 stack.enter_context(trying.pop_all())
                 return files

@@ -260,10 +260,11 @@ class Publisher:
         if number and run.run_id in self._returning and self._is_recent(run.run_id, number):
             self.on_missing(run)
             raise errors.EngineUnavailable("the run is being restored, and its newest versions with it; try again")
-        message = "none was published"
-        if newest := run.latest_version:
-            message = f"no version {number}, or no longer kept; {newest} is the newest"
-        raise errors.VersionNotFound(message, field="model.version.version")
+        field = "model.version.version"
+        if not run.latest_version:
+            raise errors.VersionNotFound.unpublished(field)
+        what = f"no version {number}, or no longer kept; {run.latest_version} is the newest"
+        raise errors.VersionNotFound.of(what, field)
 
     def staged_manifest(self, directory: Path) -> pb.Manifest | None:
         """Return the manifest of a staged version; None for a directory on the volume."""

@@ -300,7 +300,7 @@ class WatchHub:
 
     def _is_settled(self, key: VersionKey, policy: AckPolicy, expected: Set[str]) -> bool:
         if key[0] in self._ended:
-            raise errors.RunNotFound("the run was deleted", field="run_id")
+            raise errors.RunNotFound.deleted("run_id")
         acknowledged = self._acks[key].keys()
         watching = expected & self._watchers.keys()
         # A sampler that cannot load it for the moment may still acknowledge it; only a final refusal counts.

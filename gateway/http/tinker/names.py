@@ -31,7 +31,10 @@ class Names:
         """Return a model of the tenant. Raises RunNotFound."""
         model = self.store.model(model_id)
         if model is None or model.tenant != tenant:
-            raise errors.RunNotFound(f"no such model: {model_id[:80]}", field="model_id")
+            raise errors.RunNotFound(
+                f"no such model: {model_id[:80]}; it ends with its session: create one, or load saved weights",
+                field="model_id",
+            )
         return model
 
     def checkpoint(self, tenant: str, path: str, field: str = "path") -> CheckpointPath:

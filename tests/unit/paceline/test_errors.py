@@ -1,5 +1,7 @@
 """The error catalog and errors on the wire."""
 
+import re
+
 import grpc
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from paceline import errors
 from paceline.errors import CATALOG
 from paceline.rpc.status import error_from_details, error_from_rpc, status_code, status_details
+from paceline.types import ModelRef
 from paceline.types.v1.error_reason_pb2 import ErrorReason
+from paceline.weights.wire import absent
 
 PREFIX = "ERROR_REASON_"
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
@@ -71,3 +75,22 @@ def test_a_failure_of_grpc_itself_has_a_class_too(code, cls):
 
 def test_the_text_of_an_error_begins_with_its_field():
     assert str(errors.OutOfRange("is 0; use 1 or more", field="rank")) == "rank: is 0; use 1 or more"
+
+
+RUN = "run-" + "0" * 32
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (absent(ModelRef(run_id=RUN, version=3)), r"get_run tells the newest .*save_weights_for_sampler keeps"),
+        (absent(ModelRef(checkpoint=f"paceline://{RUN}/sampler/a")), "/sampler/a; .*ttl_seconds.*list_checkpoints"),
+        (errors.RunNotFound.of(RUN, "run_id"), "list_runs returns"),
+        (errors.RunNotFound.deleted("run_id"), "list_runs returns"),
+        (errors.VersionNotFound.unpublished("version"), "publish_weights"),
+        (errors.ModelNotFound.of("tiny", "base_model"), "give that name, or none"),
+    ],
+    ids=lambda value: getattr(value, "reason", ""),
+)
+def test_what_is_not_found_is_told_with_what_to_do(error, told):
+    assert re.search(told, error.message)

@@ -339,3 +339,26 @@ def test_the_base_model_is_no_adapter():
     check_adapter_ref(ModelRef(run_id=RUN), MODEL)
     with pytest.raises(errors.InvalidArgument):
         check_adapter_ref(ModelRef(base="tiny"), MODEL)
+
+
+@pytest.mark.parametrize("bad", [-1, 100])
+def test_a_token_out_of_range_is_named_with_its_position_and_the_vocabulary(bad):
+    prompt = np.array([1, 2, bad, 3], dtype=np.int32)
+    told = f"holds {bad} at position 2; the vocabulary has 100 tokens, with ids from 0 to 99$"
+    with pytest.raises(errors.TokenOutOfRange, match=told) as caught:
+        check_sample(replace(request(), prompt=prompt), LIMITS)
+    assert caught.value.field == "prompt"
+    assert caught.value.metadata == {"value": str(bad), "minimum": "0", "maximum": "99"}
+
+
+def test_a_range_of_one_number_is_told_as_that_number():
+    one = RequestLimits(MODEL, max_num_samples=1, max_topk=0, max_unread_tokens=100)
+    with pytest.raises(errors.OutOfRange, match=r"it must be 0$"):
+        check_sample(request(topk_logprobs=1), one)
+    with pytest.raises(errors.OutOfRange, match=r"give 1$"):
+        check_sample(request(num_samples=2), one)
+
+
+def test_another_base_model_is_refused_with_what_to_name_instead():
+    with pytest.raises(errors.ModelNotFound, match="tiny is served: give that name, or none"):
+        check_ref(ModelRef("other"), MODEL)

@@ -5,7 +5,7 @@ import pytest
 
 from paceline import errors
 from paceline.types import Datum, ForwardBackwardSpec, LoraConfig, ModelInfo
-from trainer_service.validation import check_batch, check_lora
+from trainer_service.validation import check_base_model, check_batch, check_lora, check_request_id
 
 MODEL = ModelInfo("tiny", 64, 100, "float32", 8, 2)
 
@@ -17,10 +17,48 @@ MODEL = ModelInfo("tiny", 64, 100, "float32", 8, 2)
         (ForwardBackwardSpec("grpo", {"kl_coef": 0.1}), "logprobs and advantages and reference_logprobs"),
     ],
 )
-def test_a_datum_for_another_loss_is_told_what_it_lacks_beside_what_it_has_too_much(spec, missing):
-    with pytest.raises(errors.UnknownField, match=f"; it needs {missing}, which the datum lacks$") as caught:
+def test_a_datum_for_another_loss_is_told_what_it_lacks_and_then_what_it_has_too_much(spec, missing):
+    told = f"needs {missing}; send one value per token, and leave out weights, which it does not have$"
+    with pytest.raises(errors.MissingField, match=told) as caught:
         check_batch([Datum.from_completion([1, 2], [3])], spec, MODEL, 1)
-    assert caught.value.field == "data[0].loss_inputs[weights]"
+    assert caught.value.field == "data[0].loss_inputs[logprobs]"
+
+
+def test_a_datum_with_weights_in_place_of_advantages_is_told_that_these_are_missing():
+    datum = Datum.from_completion([1, 2], [3], logprobs=-1.0, weights=1.0)
+    with pytest.raises(errors.MissingField, match=r"needs advantages; .* leave out weights") as caught:
+        check_batch([datum], ForwardBackwardSpec("importance_sampling"), MODEL, 1)
+    assert caught.value.field == "data[0].loss_inputs[advantages]"
+
+
+@pytest.mark.parametrize(
+    ("name", "held"), [("model_input", "-1 at position 1"), ("target_tokens", "100 at position 2")]
+)
+def test_a_token_out_of_range_is_named_with_its_position_and_the_vocabulary(name, held):
+    datum = Datum.from_completion([1, 2], [3, 4])
+    values = {"model_input": datum.model_input, "target_tokens": datum.loss_inputs["target_tokens"]}
+    values[name][int(held[-1])] = int(held.split()[0])
+    with pytest.raises(errors.TokenOutOfRange, match=f"holds {held}; .* 100 tokens, with ids from 0 to 99$") as caught:
+        check_batch([datum], ForwardBackwardSpec("cross_entropy"), MODEL, 1)
+    assert name in caught.value.field
+
+
+@pytest.mark.parametrize("per", ["run", "client that attaches"])
+def test_a_request_id_that_is_not_set_is_told_for_what_to_generate_one(per):
+    with pytest.raises(errors.MissingField, match=f"generate one per {per}, .* when the call is repeated") as caught:
+        check_request_id("", per)
+    assert caught.value.field == "request_id"
+
+
+def test_a_range_of_one_number_is_told_as_that_number():
+    one_rank = ModelInfo("tiny", 64, 100, "float32", 1, 2)
+    with pytest.raises(errors.OutOfRange, match=r"is 0; must be 1$"):
+        check_lora(LoraConfig(rank=0), one_rank)
+
+
+def test_another_base_model_is_refused_with_what_to_name_instead():
+    with pytest.raises(errors.ModelNotFound, match="tiny is served: give that name, or none"):
+        check_base_model("other", MODEL)
 
 
 def test_a_datum_that_lacks_nothing_is_told_only_of_the_input_that_its_loss_does_not_have():
