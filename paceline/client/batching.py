@@ -12,7 +12,7 @@ from paceline.client.commands import Outcome
 from paceline.spans import span
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
-from paceline.types.training import ADVANTAGE_MEANS, ADVANTAGE_TOKENS
+from paceline.types.training import ADVANTAGE_MEANS, ADVANTAGE_TOKENS, is_iterable
 
 MAX_DATUMS = 1024
 """Maximum number of datums in one request."""
@@ -101,7 +101,7 @@ def as_datums(data: Iterable[Datum]) -> list[Datum]:
     """Return the datums of a batch as a new list. Raises EmptyBatch, InvalidArgument for anything else."""
     if isinstance(data, Datum):
         raise errors.InvalidArgument("is one Datum; give a list of them, [datum]", field="data")
-    if isinstance(data, Mapping | str | bytes) or not isinstance(data, Iterable):
+    if isinstance(data, Mapping | str | bytes) or not is_iterable(data):
         raise errors.InvalidArgument(f"is a {type(data).__name__}; give a list of Datum", field="data")
     datums = list(data)
     for index, datum in enumerate(datums):

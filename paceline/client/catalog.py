@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,6 +22,7 @@ from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
+from paceline.types.training import is_iterable
 from paceline.weights.manifest import Sums, is_model, read_manifest, read_sums, weights_file
 
 _PAGE_SIZE = 1000
@@ -55,7 +57,7 @@ class Catalog(Connected):
         `base_model` means the served one. Errors: InvalidArgument, UnknownField, SequenceTooLong, OutOfRange,
         Unsupported, EmptyBatch, ModelNotFound.
         """
-        if not isinstance(conversations, Iterable):
+        if not is_iterable(conversations):
             raise errors.InvalidArgument.of_type(conversations, "a list of conversations", "conversations")
         with sendable("conversations"):
             bodies = [json.dumps(_as_object(conversation)).encode() for conversation in conversations]
@@ -135,6 +137,8 @@ class Catalog(Connected):
         PEFT and vLLM can load a sampler checkpoint of a LoRA run. Errors: InvalidPath, CheckpointNotFound,
         ChecksumMismatch (a file, which it names, is damaged), FileExistsError (the directory is not empty).
         """
+        if not isinstance(directory, str | PathLike):
+            raise errors.InvalidArgument.of_type(directory, "the path of a directory", "directory")
         target = Path(directory)
         await self.transport.submit(_download(self.transport, path_of(path), target))
         return target

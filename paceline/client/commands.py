@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 import grpc
 
 from paceline import errors
-from paceline.client.futures import IssuedCommand, PacelineFuture
+from paceline.client.futures import CommandOrder, IssuedCommand, PacelineFuture
 from paceline.client.retry import call_name, is_retryable
 from paceline.client.transport import Metadata, Transport, read
 from paceline.codec.commands import Command, execute_request, may_have_arrived, reply_in
@@ -69,7 +69,7 @@ class CommandSender:
         """Why the link is SHUT or IN_DOUBT; None while it is OPEN."""
         self._failed_before = 0
         """Commands with lower numbers had been issued when it became so, and end so too."""
-        self.order = object()
+        self.order = CommandOrder()
         """Identifies the order of the commands that are issued here."""
         self.newest_partial_pass: IssuedCommand | None = None
         """The pass that was sent last of those of which the trainer has not accepted every part."""

@@ -21,6 +21,8 @@ P = ParamSpec("P")
 
 FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 1.0, 5.0
 """Until a closing client first logs what it waits for, and between repetitions."""
+_SUPERSEDED = (errors.ClientSuperseded, errors.CommandCancelled)
+"""What commands end in after another client has attached to their run."""
 _MAX_NAMED = 5
 """Number of commands that a notice names; the rest are counted."""
 _log = logging.getLogger("paceline")
@@ -52,7 +54,7 @@ class PacelineFuture(Generic[T]):
             self._future.exception(timeout)  # returns the call's own error, so that what it raises is no answer
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout:g} s; the call goes on") from None
-        self._mark_retrieved()
+        self._retrieve()
         return self._future.result()
 
     def done(self) -> bool:
@@ -74,7 +76,7 @@ class PacelineFuture(Generic[T]):
         """
 
         def call(_: Future[T]) -> None:
-            self._mark_retrieved()
+            self._retrieve()
             try:
                 callback(self)
             except BaseException:  # SystemExit would end the thread, and every later call would wait forever
@@ -97,7 +99,7 @@ class PacelineFuture(Generic[T]):
         try:
             return (yield from asyncio.shield(waiter))
         except Exception:  # the command's; a task that stops waiting gets CancelledError, which is no Exception
-            self._mark_retrieved()
+            self._retrieve()
             raise
 
     if not TYPE_CHECKING:  # to a type checker, every attribute would exist
@@ -118,9 +120,10 @@ class PacelineFuture(Generic[T]):
         if self._command is not None:
             self._command.check_is_not_held()
 
-    def _mark_retrieved(self) -> None:
+    def _retrieve(self) -> None:
+        """Note that the answer of a call that has ended is delivered."""
         if self._command is not None:
-            self._command.is_retrieved = True
+            self._command.retrieve(self._future.exception())
 
 
 def command_of(future: object) -> IssuedCommand | None:
@@ -164,13 +167,20 @@ HOLD: ContextVar[Hold | None] = ContextVar("hold", default=None)
 
 
 @dataclass(eq=False, slots=True)
+class CommandOrder:
+    """The order of the commands that one client issues for a run."""
+
+    is_superseded: bool = False
+    """Whether the caller has been told that another client trains the run."""
+
+
+@dataclass(eq=False, slots=True)
 class IssuedCommand:
     """An issued command, or several that belong together."""
 
     name: str
     """RPC, run and numbers, for the log."""
-    order: object
-    """Identifies the order of its client and run."""
+    order: CommandOrder
     number: int
     """Its place in the order; that of the first of several."""
     count: int = 1
@@ -184,6 +194,8 @@ class IssuedCommand:
 
     Not the error itself: its traceback holds the transport, which would outlive the clients that were dropped.
     """
+    is_superseded: bool = False
+    """Whether it failed because another client attached to the run, as all commands after it do."""
     is_retrieved: bool = False
     """Whether the error was delivered to a caller, or logged."""
 
@@ -191,6 +203,13 @@ class IssuedCommand:
         """Record how the command ended."""
         if not future.cancelled() and (error := future.exception()) is not None:
             self.failure = str(error)
+            self.is_superseded = isinstance(error, _SUPERSEDED)
+
+    def retrieve(self, error: BaseException | None) -> None:
+        """Record that the answer, or this error, was delivered to a caller."""
+        self.is_retrieved = True
+        if isinstance(error, _SUPERSEDED):
+            self.order.is_superseded = True
 
     def check_is_not_held(self) -> None:
         """Raise Unsupported in a function for which the command waits: neither would ever end."""
@@ -203,10 +222,19 @@ class IssuedCommand:
                 "needs before forward_backward_custom, and wait for the rest after it"
             )
 
-    def log_unretrieved_failure(self) -> None:
-        """Log the error if the command failed and its answer was never retrieved."""
-        if self.failure is not None and not self.is_retrieved:
-            self.is_retrieved = True
+    def log_unretrieved_failure(self, *, is_last: bool = False) -> None:
+        """Log the error if the command failed and its answer was never retrieved.
+
+        That another client trains the run is logged once, when the client closes (`is_last`), and only if no answer
+        has told it: the other commands cannot have answers.
+        """
+        if self.failure is None or self.is_retrieved:
+            return
+        if self.is_superseded and not is_last:
+            return
+        self.is_retrieved = True
+        if not self.is_superseded or not self.order.is_superseded:
+            self.order.is_superseded |= self.is_superseded
             _log.error("%s failed, and its answer was never retrieved: %s", self.name, self.failure)
 
 
@@ -247,15 +275,19 @@ class UnansweredCommands:
         for issued in self._pending.values():
             issued.is_retrieved = True
         for issued in self._failed:
-            issued.log_unretrieved_failure()
+            issued.log_unretrieved_failure(is_last=True)
 
     def _end(self, issued: IssuedCommand, future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         issued.end(future)
         del self._pending[id(issued)]
         self._failed = [one for one in self._failed if not one.is_retrieved]
-        if issued.failure is not None and not issued.is_retrieved:
+        if issued.failure is not None and not issued.is_retrieved and not self._is_told(issued):
             self._failed.append(issued)
         loop.call_soon_threadsafe(self._change.set)
+
+    def _is_told(self, issued: IssuedCommand) -> bool:
+        """Return whether this failure says only what another one of its order does."""
+        return issued.is_superseded and any(one.is_superseded and one.order is issued.order for one in self._failed)
 
     def _describe(self) -> str:
         pending = list(self._pending.values())

@@ -287,7 +287,7 @@ class SampleStream:
         error.metadata["received_tokens"] = str(self._received)
         if isinstance(error, errors.Unavailable):
             received = f"{self._received} tokens had been received; sample again for the rest"
-            message = f"{self._transport.connection.address}: {error.message}; {received}"
+            message = f"{error.message}; {received}"
             return type(error)(message, field=error.field, metadata=error.metadata, retry_after=error.retry_after)
         return error
 

@@ -13,8 +13,15 @@ from uuid import uuid4
 
 from paceline import codec, errors
 from paceline.client.catalog import Catalog
-from paceline.client.choices import chosen
-from paceline.client.connection import Connection, RetryPolicy, Timeouts, make_connection, make_tls
+from paceline.client.choices import chosen, text_of
+from paceline.client.connection import (
+    Connection,
+    RetryPolicy,
+    Timeouts,
+    checked_seconds,
+    make_connection,
+    make_tls,
+)
 from paceline.client.results import path_of
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.training_client import TrainingClient
@@ -235,7 +242,8 @@ class ServiceClient(Catalog):
         `version` None means the newest at each call. Makes no call itself. Errors: InvalidArgument if more than one is
         named, InvalidPath, RunNotFound for what no run id looks like.
         """
-        model_path = path_of(model_path)
+        model_path = text_of(path_of(model_path), "model_path")
+        run_id, base_model = text_of(run_id, "run_id"), text_of(base_model, "base_model")
         if sum(map(bool, (model_path, run_id, base_model))) > 1 or (version is not None and not run_id):
             raise errors.InvalidArgument(
                 "name one of model_path, run_id (with or without version) and base_model", field="model"
@@ -250,7 +258,7 @@ class ServiceClient(Catalog):
 
     async def close_async(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - as in `close`
         """Like `close`, without blocking the event loop."""
-        await self.transport.close_async(timeout)
+        await self.transport.close_async(None if timeout is None else checked_seconds(timeout, "timeout"))
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for the answers to training commands, cancel everything else, and close the connection.
@@ -258,7 +266,7 @@ class ServiceClient(Catalog):
         Waits at most `timeout` seconds (None: `Timeouts.close`). The log names what is being waited for and what is
         left unanswered. Clients created from this one are closed with it. Ctrl-C ends the wait.
         """
-        self.transport.close(timeout)
+        self.transport.close(None if timeout is None else checked_seconds(timeout, "timeout"))
 
     def __enter__(self) -> Self:
         return self

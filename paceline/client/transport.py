@@ -147,9 +147,19 @@ class Transport:
         self._in_flight.release()
 
     def error(self, failure: grpc.aio.AioRpcError, request: object, limit: Limit) -> errors.PacelineError:
-        """Return the error of a failed call. If the client's own timeout ended it, the error names the setting."""
-        if failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not is_from_grpc(failure):
-            return error_from_rpc(failure)
+        """Return the error of a failed call.
+
+        It names the gateway if that did not answer, and the setting if the client's own timeout ended the call.
+        """
+        error = error_from_rpc(failure)
+        if not is_from_grpc(failure):
+            return error
+        if isinstance(error, errors.UpstreamUnavailable):
+            remedy = "see whether it runs and can be reached, and start it again if not"
+            message = f"the gateway at {self.connection.address} does not answer; {remedy} ({error.message})"
+            return errors.UpstreamUnavailable(message, field="address")
+        if failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            return error
         remedy = f"give ServiceClient(timeouts=Timeouts({limit}=...)) a longer one"
         if isinstance(request, sampler_pb.SampleRequest | sampler_pb.SampleStreamRequest):
             remedy = remedy if request.params.HasField("max_tokens") else f"set SamplingParams.max_tokens, or {remedy}"

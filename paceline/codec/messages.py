@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -10,6 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from paceline import errors
+from paceline.types.training import is_iterable
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=Message)
@@ -88,7 +89,7 @@ def _parts(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Any, Any, 
                 yield f"[{key}]", {key: each}, each, _wanted(kind.fields_by_name["value"])
             else:
                 yield ".key", {key: each}, key, "a string"
-    elif field.is_repeated and isinstance(value, Iterable):
+    elif field.is_repeated and is_iterable(value):
         for index, each in enumerate(value):
             yield f"[{index}]", [each], each, _wanted(field)
     else:

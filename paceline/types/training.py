@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -379,9 +379,14 @@ def as_names(values: Iterable[str], field: str) -> tuple[str, ...]:
     """Convert to a tuple of names. Raises InvalidArgument for a single string, whose letters would be names."""
     if isinstance(values, str | bytes):
         raise InvalidArgument(f"is one string; give a list of them, [{values!r}]", field=field)
-    if not isinstance(values, Iterable):
+    if not is_iterable(values):
         raise InvalidArgument.of_type(values, "a list of names", field)
     return tuple(values)
+
+
+def is_iterable(value: object) -> TypeGuard[Iterable[Any]]:
+    """Return whether a value has elements to iterate over; an array without dimensions has the method, but none."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def _from_torch(values: Any) -> Any:

@@ -40,7 +40,7 @@ async def test_settings_of_no_optimizer_are_refused_and_the_classes_of_settings_
         (lambda client: client.create_full_training_client(storage="float32"), "storage", "WeightStorage.FLOAT32"),
         (lambda client: client.create_training_client_from_state(3), "path", "give the path of a checkpoint"),
         (lambda client: client.get_training_client(3), "run_id", "give a string"),
-        (lambda client: client.create_sampling_client(3), "model.checkpoint", "give a string"),
+        (lambda client: client.create_sampling_client(3), "model_path", "give a string"),
         (lambda client: client.get_run(3), "run_id", "give a string"),
         (lambda client: client.delete_run(3), "run_id", "give a string"),
         (lambda client: client.list_checkpoints(3), "run_id", "give a string"),
@@ -291,3 +291,32 @@ def test_a_run_that_does_not_exist_is_named():
 async def test_a_wait_for_acknowledgements_is_sent_in_milliseconds(server, training, value, milliseconds):
     await training.publish_weights(ack_timeout=value)
     assert server.trainer.requests[-1].ack_timeout_ms == milliseconds
+
+
+@pytest.mark.parametrize("value", [np.zeros(3), np.zeros(()), torch.zeros(3), 3.5, object()], ids=repr)
+async def test_a_value_that_is_no_text_or_list_is_refused_by_the_name_of_its_argument(client, training, value):
+    calls = {
+        "model_path": lambda: client.create_sampling_client(value),
+        "run_id": lambda: client.create_sampling_client(run_id=value),
+        "base_model": lambda: client.create_sampling_client(base_model=value),
+        "directory": lambda: client.download_checkpoint(f"paceline://{RUN}/state/a", value),
+        "name": lambda: training.save_state(value),
+        "path": lambda: training.load_state(value),
+        "lora.target_modules": lambda: client.create_lora_training_client(target_modules=[value]),
+        "timeout": lambda: client.close(str(value)),
+    }
+    for field, call in calls.items():
+        with pytest.raises(errors.InvalidArgument, match="is of type") as caught:
+            await asyncio.to_thread(call)
+        assert caught.value.field.removesuffix("[0]") == field
+
+
+@pytest.mark.parametrize("field", ["lora.layers", "target_modules"])
+async def test_an_array_of_one_number_is_no_list(client, field):
+    with pytest.raises(errors.InvalidArgument, match="is of type ndarray; give a list") as caught:
+        await client.create_lora_training_client_async(**{field.removeprefix("lora."): np.array(3)})
+    assert caught.value.field == field
+
+
+async def test_an_argument_for_weights_may_be_none(client):
+    assert client.create_sampling_client(None, run_id=None, base_model=None).model.is_base

@@ -170,6 +170,30 @@ async def test_a_failure_that_was_asked_for_is_not_told_again(server, caplog):
     assert caplog.records == []
 
 
+async def test_only_the_answer_that_tells_of_another_client_is_told(server, caplog):
+    async with ServiceClient(server.address, retry=QUICK) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        await client.get_training_client_async(server.trainer.run_id)
+        training.optim_step()
+        stepped, kept = training.optim_step(), training.forward(make_data())
+        with pytest.raises(errors.ClientSuperseded):
+            await stepped
+    del kept
+    gc.collect()
+    assert caplog.messages == []
+
+
+async def test_that_another_client_trains_the_run_is_told_once_if_no_answer_was_asked_for(server, caplog):
+    async with ServiceClient(server.address, retry=QUICK) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        await client.get_training_client_async(server.trainer.run_id)
+        for _ in range(3):
+            training.optim_step()
+    (message,) = caplog.messages
+    assert "OptimStep 1 of" in message
+    assert "attached" in message
+
+
 async def give_up_result(future):
     with pytest.raises(TimeoutError):
         await asyncio.to_thread(future.result, 0.01)

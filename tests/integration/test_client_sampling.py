@@ -135,7 +135,8 @@ async def test_a_stream_whose_connection_is_lost_says_so_and_how_much_had_come(s
     await anext(stream)
     await server.stop()
     received = 1
-    with pytest.raises(errors.UpstreamUnavailable, match=server.address) as lost:
+    told = f"the gateway at {server.address} does not answer; see whether it runs"
+    with pytest.raises(errors.UpstreamUnavailable, match=told) as lost:
         async for delta in stream:
             received += len(delta.tokens)
     assert lost.value.metadata == {"received_tokens": str(received)}

@@ -10,7 +10,7 @@ import pytest
 
 from paceline import errors
 from paceline.client import futures
-from paceline.client.futures import IssuedCommand, PacelineFuture, UnansweredCommands
+from paceline.client.futures import CommandOrder, IssuedCommand, PacelineFuture, UnansweredCommands
 
 
 def test_a_wait_that_ends_too_early_says_after_how_long_and_that_the_call_goes_on():
@@ -43,7 +43,7 @@ async def test_a_closing_client_says_what_it_waits_for_also_while_answers_arrive
     unanswered, loop = UnansweredCommands(), asyncio.get_running_loop()
     answers = [Future() for _ in range(30)]
     for number, answer in enumerate(answers):
-        unanswered.add(IssuedCommand(f"OptimStep {number}", unanswered, number), answer, loop)
+        unanswered.add(IssuedCommand(f"OptimStep {number}", CommandOrder(), number), answer, loop)
     for number, answer in enumerate(answers):
         loop.call_later(0.02 * number, answer.set_result, None)
     with caplog.at_level(logging.WARNING, "paceline"):
