@@ -110,6 +110,9 @@ class _MetricsServer(WSGIServer):
     Further connections are closed on arrival.
     """
 
+    request_queue_size = 128
+    """Connections that the kernel keeps until they are taken. Of five, the default, others would try again in 1 s."""
+
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self._places = BoundedSemaphore(_SCRAPES)
