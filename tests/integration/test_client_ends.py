@@ -129,17 +129,19 @@ async def test_ctrl_c_ends_the_wait_and_what_is_lost_is_named(server):
     assert "LoadCheckpoint 1" in said.decode()
 
 
-async def test_ctrl_c_ends_the_example_that_streams_and_its_request(server, tmp_path):
+async def test_ctrl_c_ends_the_example_that_streams_and_its_request(server, tmp_path, forked_engines):
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     files = (path for path in (tmp_path / "tokenizer").iterdir() if path.is_file())
     server.trainer.tokenizer_files = {path.name: path.read_bytes() for path in files}
     server.sampler.silent = True
     body = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     body += "import runpy; runpy.run_path('examples/stream_tokens.py', run_name='__main__')\n"
+    script = tmp_path / "script.py"
+    script.write_text(body)
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     own = {"PYTHONPATH": str(ROOT), "PACELINE_ADDRESS": server.address, "XDG_CACHE_HOME": str(tmp_path)}
     environment = {**os.environ, **own}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", body, cwd=ROOT, env=environment, **pipes)
+    process = await asyncio.create_subprocess_exec(sys.executable, str(script), cwd=ROOT, env=environment, **pipes)
     try:
         async with asyncio.timeout(PATIENCE):
             await server.sampler.entered.wait()

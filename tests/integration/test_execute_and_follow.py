@@ -26,7 +26,7 @@ pytestmark = pytest.mark.services
 DATUM = codec.datum_to_proto(Datum.from_completion([1, 2, 3, 4], [5, 6, 7]))
 PASS = pb.ForwardBackwardRequest(data=[DATUM], loss_fn="cross_entropy")
 LONG_PASS = pb.ForwardBackwardRequest(
-    data=[codec.datum_to_proto(Datum.from_completion(list(range(1, 100)), [5] * 100))] * 200, loss_fn="cross_entropy"
+    data=[codec.datum_to_proto(Datum.from_completion(list(range(1, 100)), [5] * 100))] * 80, loss_fn="cross_entropy"
 )
 BAD_PASS = pb.ForwardBackwardRequest(data=[DATUM], loss_fn="no_such_loss")
 STEP = pb.OptimStepRequest()

@@ -3,9 +3,9 @@
 For each service, a fork server listens on a socket, imports the service's modules on the first request, and forks the
 service on every request. The forks are the real programs, `python -m trainer_service` and the like, in processes of
 their own; only the interpreter's start and the imports are shared. The trainer starts its engine as always, by
-executing sys.executable, and torch's launcher starts the engine's ranks by PYTHON_EXEC. There, both are a script that
-requests a fork, passes signals on to it, and ends as the fork ends. It runs client scripts and the workers of
-pytest-xdist in the same way.
+executing sys.executable, as it and the sampler start a member of a process group, and torch's launcher starts the
+engine's ranks by PYTHON_EXEC. There, both are a script that requests a fork, passes signals on to it, and ends as the
+fork ends. It runs client scripts and the workers of pytest-xdist in the same way.
 """
 
 import atexit
@@ -315,7 +315,7 @@ def _run(request: _Request, files: list[int]) -> None:
             os.close(file)
         sys.argv = [program, *request.arguments]
         stand_in = str(WarmProcesses(Path(environment[VARIABLE])).python)
-        if program == "trainer_service":
+        if program in {"trainer_service", "sampler_service"}:
             sys.executable = stand_in
         elif program == _LAUNCHER:
             os.environ["PYTHON_EXEC"] = stand_in
