@@ -30,6 +30,12 @@ def counted(properties: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=json.dumps(schema))
 
 
+def crashing(depth: int) -> StructuredOutputsParams:
+    """Return a pattern of so many groups in one another; thousands exhaust xgrammar's stack."""
+    pattern = "(" * depth + "a" + ")" * depth
+    return StructuredOutputsParams(json=json.dumps({"type": "string", "pattern": pattern}))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def config(tmp_path_factory, vllm_here):
     model = make_tiny_llama(tmp_path_factory.mktemp("model"))
@@ -56,14 +62,12 @@ async def test_a_constraint_that_takes_too_much_is_refused_and_later_ones_are_bu
 
 
 async def test_a_constraint_that_crashes_xgrammar_is_refused_and_later_ones_are_built(grammars):
-    pattern = "(" * 32_000 + "a" + ")" * 32_000
-    crashing = StructuredOutputsParams(json=json.dumps({"type": "string", "pattern": pattern}))
-    assert await grammars.refusal(crashing) == TOO_MUCH
+    assert await grammars.refusal(crashing(32_000)) == TOO_MUCH
     assert await grammars.refusal(StructuredOutputsParams(choice=["yes", "no"])) == ""
 
 
 async def test_a_caller_that_leaves_takes_no_answer_of_others(grammars):
-    left = [asyncio.create_task(grammars.refusal(counted(properties))) for properties in (1001, 1002)]
+    left = [asyncio.create_task(grammars.refusal(crashing(depth))) for depth in (32_001, 32_002)]
     for _ in range(5):
         await asyncio.sleep(0)
     for task in left:
