@@ -110,5 +110,5 @@ fuzz: proto ## Send 1,000,000 hostile calls to the services while another tenant
 images: proto ## Build the three container images for CPU
 	@deploy/build-images.sh cpu
 
-clean: ## Remove everything that make created
-	@rm -rf $(VENV) $(VENV)-gpu wheels .paceline dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis paceline/*/v1
+clean: ## Remove what make created here, but no secrets, results or cached model; it names these
+	@scripts/clean.sh $(VENV) $(VENV)-gpu wheels .paceline dist build *.egg-info .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis paceline/*/v1

@@ -8,6 +8,7 @@ from paceline import codec
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
 from paceline.types import Checkpoint, ModelInfo, Quota, ServedModel
+from paceline.types.reprs import ShortRepr
 from paceline.types.training import Array, ComparedByValue
 from paceline.weights.v1 import weight_service_pb2 as weights_pb
 
@@ -54,8 +55,8 @@ class PublishResult:
     """From the start of the command's execution until the answer."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogprobsResult(ComparedByValue):
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LogprobsResult(ComparedByValue, ShortRepr):
     """Log-probabilities of a sequence of N tokens."""
 
     logprobs: Array

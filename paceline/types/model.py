@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from paceline.types.reprs import ShortRepr
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
@@ -87,8 +89,8 @@ class ModelCertificate:
     groups: tuple[AdapterGroup, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class ModelInfo(ShortRepr):
     """A base model as a service describes it."""
 
     name: str

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
+from paceline.types.reprs import ShortRepr
 from paceline.types.training import RunParameters
 
 
@@ -31,8 +32,8 @@ class CheckpointKind(Enum):
         return self.name.lower()
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+@dataclass(frozen=True, slots=True, repr=False)
+class Run(ShortRepr):
     """A training run."""
 
     run_id: str

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.errors import InvalidArgument
 from paceline.types.hints import hinted_fields
 from paceline.types.model import ServedModel
+from paceline.types.reprs import ShortRepr
 from paceline.types.training import Array, ComparedByValue
 
 
@@ -106,8 +107,8 @@ def _is_token_id(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TopkLogprobs(ComparedByValue):
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TopkLogprobs(ComparedByValue, ShortRepr):
     """The k most likely tokens at each of n positions."""
 
     token_ids: Array
@@ -128,8 +129,8 @@ class VersionSpan:
     """Whether the version was being written meanwhile, so that a token may mix it with the previous version."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledSequence(ComparedByValue):
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SampledSequence(ComparedByValue, ShortRepr):
     """One completion of T tokens."""
 
     tokens: Array
@@ -142,8 +143,8 @@ class SampledSequence(ComparedByValue):
     """The version that computed each token; set if weights are written in place (bridge `shared`)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleResult(ComparedByValue):
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SampleResult(ComparedByValue, ShortRepr):
     """The completions of one prompt of P tokens."""
 
     sequences: list[SampledSequence]

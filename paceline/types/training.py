@@ -23,6 +23,7 @@ from paceline.errors import (
 )
 from paceline.spans import span
 from paceline.types.hints import hinted
+from paceline.types.reprs import ShortRepr
 
 Array = NDArray[Any]
 Tokens = Sequence[int] | NDArray[np.integer[Any]]
@@ -270,8 +271,8 @@ RunParameters: TypeAlias = LoraConfig | FullParameters
 """The parameters that a run trains."""
 
 
-@dataclass(slots=True, eq=False)
-class ForwardBackwardOutput(ComparedByValue):
+@dataclass(slots=True, eq=False, repr=False)
+class ForwardBackwardOutput(ComparedByValue, ShortRepr):
     """The result of a forward (and backward) pass."""
 
     loss_fn_outputs: list[dict[str, Array]]
