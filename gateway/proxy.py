@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from enum import Enum, auto
 from functools import cache, partial
 from time import monotonic
@@ -63,6 +63,8 @@ _AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 _READY = grpc.ChannelConnectivity.READY
 _ASK_SECONDS = 5.0
 """How long a service may take to say its base model."""
+_SMALL = 1 << 16
+"""Bytes of a response up to which the limits on calls bound what nobody reads."""
 _REFRESH_SECONDS = 30.0
 """How often a connected service is asked again."""
 _RETRY_SECONDS = 1.0
@@ -107,15 +109,39 @@ class Proxy(grpc.GenericRpcHandler):
 
     async def _unary(self, method: str, request: bytes, context: Context) -> bytes:
         async with self._forwarded(method, lambda upstream: upstream.unary, request, context) as call:
-            return await call  # type: ignore[no-any-return]
+            response: bytes = await call
+        self._unread(context)(response)
+        return response
 
     async def _response_stream(self, method: str, request: bytes, context: Context) -> None:
         async with self._forwarded(method, lambda upstream: upstream.response_stream, request, context) as call:
-            await _pass_on(call)
+            await self._pass_on(call, context)
 
     async def _stream(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
         async with self._forwarded(method, lambda upstream: upstream.stream, requests, context) as call:
-            await _pass_on(call)
+            await self._pass_on(call, context)
+
+    async def _pass_on(self, responses: AsyncIterable[bytes], context: Context) -> None:
+        write, count = current_reader().write, self._unread(context)
+        async for response in responses:
+            count(response)
+            await write(response)
+
+    def _unread(self, context: Context) -> Callable[[bytes], None]:
+        """Return a function that counts a response as its tenant's until the next one, or until the call is over.
+
+        A caller that reads nothing has gRPC keep the response, and the call is over only when its connection is. The
+        function raises QuotaExceeded or Overloaded if too much waits to be read.
+        """
+        tenant, counted = current_identity().tenant, ExitStack()
+
+        def count(response: bytes) -> None:
+            counted.close()
+            if len(response) > _SMALL:
+                counted.enter_context(self._waiting_bytes.waiting(tenant, len(response)))
+
+        context.add_done_callback(lambda _: counted.close())  # type: ignore[arg-type]  # its type is no protocol
+        return count
 
     @asynccontextmanager
     async def _forwarded(
@@ -149,12 +175,6 @@ class Proxy(grpc.GenericRpcHandler):
                     raise error from failure
                 passed: Any = tuple(failure.trailing_metadata() or ())
                 await context.abort(failure.code(), failure.details() or "", passed)
-
-
-async def _pass_on(responses: AsyncIterable[bytes]) -> None:
-    write = current_reader().write
-    async for response in responses:
-        await write(response)
 
 
 def gateway_error(failure: grpc.aio.AioRpcError, upstream: Upstream) -> errors.PacelineError | None:

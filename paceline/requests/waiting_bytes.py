@@ -25,7 +25,7 @@ class BytesQuota:
 COMMANDS = BytesQuota("waiting_bytes", "max_waiting_bytes_per_tenant")
 """Commands in the trainer, from arrival to answer."""
 CALLS = BytesQuota("call_bytes", "max_bytes_in_flight_per_tenant")
-"""Calls that the gateway forwards."""
+"""Calls that the gateway forwards, and large answers that are not read."""
 
 
 class WaitingBytes:
@@ -56,8 +56,8 @@ class WaitingBytes:
         used = self._by_tenant[tenant]
         if self.tenant_limit and used + size > self.tenant_limit:
             raise errors.QuotaExceeded(
-                f"{used} bytes of this tenant's calls wait and this has {size}; at most {self.tenant_limit} may: wait "
-                f"for answers, or have the operator raise {self.quota.setting}",
+                f"{used} bytes of this tenant's calls wait and this has {size}; at most {self.tenant_limit} may: read "
+                f"the answers, or have the operator raise {self.quota.setting}",
                 metadata={"quota": self.quota.name, "used": str(used), "limit": str(self.tenant_limit)},
                 retry_after=_RETRY_SECONDS,
             )

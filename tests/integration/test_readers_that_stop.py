@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from support.fuzz.raw_http2 import DATA, Peer, frame
+from support.fuzz.raw_http2 import DATA, END_STREAM, Peer, frame
 from support.models.model_versions import RUN, publish_and_check
 from support.patience import PATIENCE, standing_still
 from support.ports import free_port
@@ -17,6 +17,7 @@ from support.stacks.gateway_stack import PART_BYTES, stack
 from support.stacks.sampler_stack import base_ref, sampling, stream_request, until, version_ref
 
 from paceline import errors
+from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
@@ -125,6 +126,51 @@ async def test_a_download_that_nobody_reads_on_waits_in_the_trainer_and_not_in_t
             sent = await standing_still(lambda: up.trainer.parts, SOON) - before
             assert sent * PART_BYTES <= MOST_UNREAD_BYTES
             unread.cancel()
+
+
+async def unread_bytes(up) -> int:
+    """Return how many bytes of a tenant's calls the gateway counts."""
+    usage = await up.client.gateway.WhoAmI(gateway_pb.WhoAmIRequest(), metadata=up.auth)
+    return next(quota.used for quota in usage.quotas if quota.name == "call_bytes")
+
+
+async def counted(up, holds) -> None:
+    """Wait until the bytes that the gateway counts are as they should be."""
+    async with asyncio.timeout(PATIENCE):
+        while not holds(await unread_bytes(up)):  # noqa: ASYNC110 - any number
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def taking_nothing(up, method, calls):
+    """Make calls of a connection that lets the gateway send it no byte of a message."""
+    peer = await Peer.connect(int(up.client.address.rsplit(":", 1)[1]), window=0)
+    for stream in range(1, 2 * calls, 2):
+        peer.begin(stream, method, [(name.encode(), value.encode()) for name, value in up.auth])
+        peer.writer.write(frame(DATA, END_STREAM, stream, bytes(5)))
+    receiving = asyncio.create_task(peer.run())
+    try:
+        yield peer
+    finally:
+        peer.writer.transport.abort()
+        await receiving
+
+
+@pytest.mark.parametrize("method", ["GetTokenizer", "DownloadCheckpoint"])
+async def test_answers_that_nobody_reads_count_as_their_tenants_until_the_caller_has_gone(tmp_path, method):
+    limit = 3 * PART_BYTES + PART_BYTES // 2
+    async with stack(tmp_path, max_bytes_in_flight_per_tenant=limit, reader_seconds=SOON) as up:
+        async with taking_nothing(up, f"/paceline.trainer.v1.TrainerService/{method}", calls=6) as peer:
+            await counted(up, lambda used: 3 * PART_BYTES <= used <= limit)
+            await asyncio.wait_for(peer.until(lambda: len(peer.ended) == 3), PATIENCE)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await up.client.trainer.GetTokenizer(trainer_pb.GetTokenizerRequest(), metadata=up.auth)
+            error = error_from_rpc(refused.value)
+            assert isinstance(error, errors.QuotaExceeded)
+            assert (error.metadata["quota"], error.retry_after) == ("call_bytes", 1.0)
+            await up.client.trainer.GetTokenizer(trainer_pb.GetTokenizerRequest(), metadata=up.other_auth)
+        await counted(up, lambda used: not used)
+        await up.client.trainer.GetTokenizer(trainer_pb.GetTokenizerRequest(), metadata=up.auth)
 
 
 @asynccontextmanager
