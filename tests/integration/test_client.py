@@ -408,6 +408,24 @@ async def test_the_older_of_two_clients_on_a_run_is_told_so_and_shares_no_step(s
     assert server.trainer.executed == ["ForwardBackward", "OptimStep"]
 
 
+async def test_every_call_on_a_connection_whose_gateway_has_gone_says_so_with_the_address(server):
+    async with ServiceClient(server.address, retry=RetryPolicy(budget=0.0)) as client:
+        training = await client.get_training_client_async(server.trainer.run_id)
+        await server.stop()
+        calls = (
+            training.get_info_async,
+            client.create_sampling_client().compute_logprobs_async,
+            training.forward_backward_async,
+            training.save_weights_and_get_sampling_client_async,
+        )
+        arguments = {"compute_logprobs_async": ([1, 2],), "forward_backward_async": (make_data(),)}
+        for call in calls:
+            with pytest.raises(errors.UpstreamUnavailable) as caught:
+                await call(*arguments.get(call.__name__, ()))
+            assert f"the gateway at {server.address} does not answer; see whether it runs" in str(caught.value)
+            assert caught.value.field == "address"
+
+
 async def test_clients_and_futures_say_what_they_belong_to_but_not_the_key(server):
     run_id = server.trainer.run_id
     async with ServiceClient(server.address, "a-secret-key") as client:
