@@ -47,7 +47,7 @@ class GrpcOwner:
     def _keep_users(self) -> None:
         """In a forked process, keep what uses gRPC alive, even while the interpreter ends.
 
-        Freeing the last channel waits for gRPC's thread, and closing one for locks that such a thread may have held.
+        Freeing the last channel waits for gRPC's thread, and closing one for locks that such a thread may have owned.
         """
         for user in self._users:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(user))

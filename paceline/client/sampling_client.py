@@ -297,5 +297,5 @@ class SampleStream:
         self._ended = True
         if self._call is not None:
             self._transport.end_stream(self._call)
-        elif self._reading is not None:  # it waits for room, or for the first message; cancelling it ends the call
+        elif self._reading is not None:  # it waits to be sent, or for the first message; cancelling it ends the call
             self._reading.cancel()

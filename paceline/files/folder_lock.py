@@ -25,8 +25,8 @@ class FolderInUse(Exception):
 class FolderLock:
     """Keeps other processes out of a folder until it is closed, or its process ends.
 
-    It is two locks. The folder's own cannot be taken away: who removes `.lock` only makes room for a file that nobody
-    has locked. The lock of that file also keeps out other machines, on disks that machines share.
+    It is two locks. The folder's own cannot be taken away: who removes `.lock` only brings about a new file that
+    nobody has locked. The lock of that file also keeps out other machines, on disks that machines share.
     """
 
     def __init__(self, folder: Path, holder: str = "") -> None:

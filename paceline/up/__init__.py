@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.machine import visible_gpus
 from paceline.up.checks import check_model, check_ports, read_settings
-from paceline.up.plan import Plan, UpOptions, held_state, make_plans, read_or_make_key
+from paceline.up.plan import Plan, UpOptions, locked_state, make_plans, read_or_make_key
 from paceline.up.supervisor import Supervisor
 
 UP = "Paceline is up"
@@ -26,7 +26,7 @@ def up(options: UpOptions, *, until_eof: bool = False) -> None:
     state = Path(options.state).resolve()
     plans = make_plans(options, state, os.environ)
     check_model(options.model)
-    with held_state(state):
+    with locked_state(state):
         _run(options, state, plans, until_eof=until_eof)
 
 

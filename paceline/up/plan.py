@@ -125,7 +125,7 @@ def _make_state(state: Path) -> None:
 
 
 @contextmanager
-def held_state(state: Path) -> Iterator[None]:
+def locked_state(state: Path) -> Iterator[None]:
     """Hold the directory's lock while the block runs; create the directory if it does not exist.
 
     The lock is released however the process ends. Raises CannotStart if the directory cannot be created or another
@@ -133,7 +133,7 @@ def held_state(state: Path) -> Iterator[None]:
     """
     _make_state(state)
     try:
-        held = FolderLock(state)
+        lock = FolderLock(state)
     except FolderInUse as error:
         raise CannotStart(
             f"--state {state} is used by another `paceline up` ({error}); stop that one, or choose another directory"
@@ -142,7 +142,7 @@ def held_state(state: Path) -> Iterator[None]:
         raise CannotStart(f"--state {state}: {error}") from error
     except OSError as error:
         raise CannotStart(f"{error.filename} cannot be locked ({error.strerror}); choose another directory") from error
-    with closing(held):
+    with closing(lock):
         yield
 
 

@@ -22,7 +22,7 @@ from paceline.up.plan import (
     CannotStart,
     Plan,
     UpOptions,
-    held_state,
+    locked_state,
     make_plans,
     read_or_make_key,
     share_cores,
@@ -299,7 +299,7 @@ def test_keys_that_others_added_are_there_after_the_next_start(tmp_path):
 def test_a_state_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     told = r"--state .*file cannot be created \(File exists\); choose another directory"
-    with pytest.raises(CannotStart, match=told), held_state(tmp_path / "file"):
+    with pytest.raises(CannotStart, match=told), locked_state(tmp_path / "file"):
         pass
     (tmp_path / "keys.json").write_text("torn")
     with pytest.raises(CannotStart, match=r"keys\.json is not a valid keys file"):
@@ -308,8 +308,8 @@ def test_a_state_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path):
 
 def test_a_second_one_on_the_same_state_is_refused_before_it_touches_anything(options, tmp_path):
     state = tmp_path / "state"
-    with held_state(state), pytest.raises(CannotStart, match=r"is used by another `paceline up` \(.*; stop that one"):
+    with locked_state(state), pytest.raises(CannotStart, match=r"is used by another `paceline up` \(.*; stop that one"):
         up(replace(options, state=str(state)))
     assert [path.name for path in state.iterdir()] == [".lock"]
-    with held_state(state):  # the first process has ended
+    with locked_state(state):  # the first process has ended
         pass
