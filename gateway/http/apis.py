@@ -46,9 +46,12 @@ class HttpApis:
             self._tinker = TinkerApi(services, waiting_bytes, settings, authenticators)
             undo.callback(self._tinker.store.close)
             models = self._tinker.models
-            metaclaw = MetaClawApi(services, models)
+            metaclaw = MetaClawApi(services, models, settings.http_state)
+            undo.callback(metaclaw.store.close)
             self._online = OnlineApi(services, models, settings.http_state, settings.max_message_bytes)
             undo.pop_all()
+        self._stores = (self._tinker.store, self._online.store, metaclaw.store)
+        self._metaclaw = metaclaw
         self.identify = self._tinker.downloads.identify
         """Returns the caller that a download URL is for, or raises the refusal."""
         openai = OpenAiApi(services, models, metaclaw.chat_without_model)
@@ -65,7 +68,7 @@ class HttpApis:
     @property
     def trouble(self) -> StateUnusable | None:
         """Why the state could not be read, or last not be written; damage first. None if it could."""
-        found = [store.trouble for store in (self._tinker.store, self._online.store) if store.trouble is not None]
+        found = [store.trouble for store in self._stores if store.trouble is not None]
         return next((trouble for trouble in found if trouble.is_damage), found[0] if found else None)
 
     async def start(self) -> None:
@@ -78,6 +81,7 @@ class HttpApis:
         try:
             await self._tinker.stop()
             await self._online.stop()
+            self._metaclaw.store.close()
         finally:
             self._lock.close()
 

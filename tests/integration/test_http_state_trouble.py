@@ -122,7 +122,7 @@ def test_a_lock_file_that_is_removed_lets_no_second_gateway_in(tmp_path, is_repl
 
 
 FILES = (".lock", ".seeds.secret.new", "seeds.secret", "downloads.secret", "clock.json", "tinker.sqlite",
-         "tinker.sqlite-wal", "online.sqlite")  # fmt: skip
+         "tinker.sqlite-wal", "online.sqlite", "metaclaw.sqlite")  # fmt: skip
 ODD = {
     "a pipe": lambda path, _: os.mkfifo(path),
     "a folder": lambda path, _: path.mkdir(),

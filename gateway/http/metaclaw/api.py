@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -27,6 +28,7 @@ from gateway.http.metaclaw.bodies import (
     named_as_here,
 )
 from gateway.http.metaclaw.sessions import SECONDS, Commands, Session, Sessions
+from gateway.http.metaclaw.store import UnansweredRequests
 from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models
 from gateway.http.services import Services
@@ -49,10 +51,12 @@ Answer = TypeVar("Answer")
 class MetaClawApi:
     """The routes below /v1."""
 
-    def __init__(self, services: Services, models: Models) -> None:
+    def __init__(self, services: Services, models: Models, state: Path) -> None:
+        """Open the database in `state`. Raises StateUnusable or InvalidArgument if it cannot be used."""
         self._services = services
         self._models = models
-        self._sessions = Sessions(services)
+        self.store = UnansweredRequests(state / "metaclaw.sqlite")
+        self._sessions = Sessions(services, self.store)
 
     def routes(self) -> APIRouter:
         """Return the routes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -14,7 +14,9 @@ from uuid import uuid4
 from google.protobuf.message import Message
 
 from gateway.http.metaclaw.bodies import named_as_here
+from gateway.http.metaclaw.store import Unanswered, UnansweredRequests
 from gateway.http.services import Services
+from gateway.http.state import StateUnusable
 from paceline import errors
 from paceline.client.batching import sendable
 from paceline.errors import Fate
@@ -68,17 +70,18 @@ class Session:
 class Sessions:
     """The sessions of all tenants."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, unanswered: UnansweredRequests) -> None:
         self._services = services
+        self._unanswered = unanswered
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
 
     async def send(self, tenant: str, run_id: str, commands: Commands, conclude: Callable[..., Answer]) -> Answer:
         """Send the commands of a request, the next of a session, and return what `conclude` makes of their replies.
 
         `conclude` also notes in the session what the replies say, before the next request has its turn. A command whose
-        reply was lost may have executed, or will. The same request after it continues with the same command. Another
-        request first has the reply to it, because it may depend on what that says. Raises RunNotFound, and what the
-        trainer answers.
+        reply was lost may have executed, or will. The same request after it continues with the same command, also at
+        the next gateway. Another request first has the reply to it, because it may depend on what that says. Raises
+        RunNotFound, StateUnusable, and what the trainer answers.
         """
         if not is_run_id(run_id):
             raise _unknown()
@@ -89,9 +92,24 @@ class Sessions:
             elif session.unfinished is not None:
                 await self._take_reply_of_abandoned(tenant, session, session.unfinished)
             await self._attach(tenant, run_id, session)
-            while not work.is_done:
-                await self._advance(tenant, session, work)
+            if work is not session.unfinished:
+                await self._begin(tenant, run_id, session, work)
+            try:
+                while not work.is_done:
+                    await self._advance(tenant, session, work)
+            finally:
+                if session.unfinished is None:
+                    with suppress(StateUnusable):  # the next request replaces it
+                        await self._unanswered.remove(tenant, run_id)
             return conclude(session, *work.replies)
+
+    async def _begin(self, tenant: str, run_id: str, session: Session, work: _Work) -> None:
+        """Note a request that is about to be sent, or find that an earlier gateway sent it and had no answer."""
+        known = self._unanswered.find(tenant, run_id)
+        if known is not None and known.digest == work.digest and known.seq_id < session.next_seq_id:
+            session.next_seq_id = known.seq_id
+        else:
+            await self._unanswered.put(tenant, run_id, Unanswered(work.digest, session.next_seq_id))
 
     async def _take_reply_of_abandoned(self, tenant: str, session: Session, work: _Work) -> None:
         """Have the reply to a request's command that may have arrived; its caller has given up the request."""
@@ -126,7 +144,7 @@ class Sessions:
             session.unfinished = work if is_unfinished else None
             if fate is Fate.ANSWERED:
                 session.next_seq_id += 1
-            elif not work.is_sent:
+            if isinstance(error, errors.SeqIdReused) or (fate is not Fate.ANSWERED and not work.is_sent):
                 session.attachment = 0  # the run may be gone, lost, or another client's
             if isinstance(error, errors.NonFiniteGradient):
                 session.losses = []

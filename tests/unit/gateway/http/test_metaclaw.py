@@ -24,6 +24,13 @@ FULL = errors.Overloaded("too many calls")
 turned_away = pytest.mark.parametrize("refusal", [FULL, errors.MissingCredential("is not the trainer's")], ids=repr)
 
 
+def _content(request):
+    """Return what makes a command: who sends it does not."""
+    content = type(request).FromString(request.SerializeToString())
+    content.ClearField("attachment")
+    return content
+
+
 class Trainer:
     """Numbers attachments and commands as the trainer does, and refuses a learning rate of 0."""
 
@@ -73,7 +80,7 @@ class Trainer:
                 raise errors.OutOfRange("must be positive")
             self.replies[place] = request, pb.OptimStepResponse(step=taken + 1) if is_step else reply()
         sent, reply = self.replies[place]
-        if sent != request:
+        if _content(sent) != _content(request):
             raise errors.SeqIdReused("was used with another payload")
         if self.lost_replies:
             self.lost_replies -= 1
@@ -91,8 +98,29 @@ def trainer():
 
 
 @pytest.fixture
-def api(trainer):
-    return MetaClawApi(trainer, None)
+def gateways(trainer, tmp_path):
+    """Start gateways, one after the other, on the same state."""
+    made = []
+
+    def start():
+        while made:
+            made.pop().store.close()
+        made.append(MetaClawApi(trainer, None, tmp_path))
+        return made[0]
+
+    yield start
+    while made:
+        made.pop().store.close()
+
+
+@pytest.fixture
+def api(gateways):
+    return gateways()
+
+
+def take(api, rate=1.0):
+    """Take a step through a gateway."""
+    return api._sessions.send("tenant", RUN, [make(rate)], only)
 
 
 def make(rate):
@@ -137,6 +165,34 @@ async def test_a_request_whose_caller_left_is_the_same_command_when_it_comes_aga
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert [(await step(RUN)).step for _ in range(2)] == [1, 2]
+
+
+async def test_a_request_without_an_answer_is_the_same_command_at_the_next_gateway(trainer, gateways):
+    trainer.lost_replies = 1
+    with pytest.raises(errors.EngineUnavailable):
+        await take(gateways())
+    api = gateways()
+    assert [(await take(api)).step for _ in range(2)] == [1, 2]
+    api = gateways()  # the last request has its answer, so an equal one is a new command
+    assert [(await take(api, rate)).step for rate in (1.0, 0.5)] == [3, 4]
+
+
+async def test_a_request_that_never_arrived_is_sent_by_the_next_gateway(trainer, gateways):
+    trainer.is_away = False
+    await take(gateways())
+    trainer.is_away = True
+    api = gateways()
+    with pytest.raises(errors.UpstreamUnavailable):
+        await take(api)
+    trainer.is_away = False
+    assert (await take(gateways())).step == 2
+
+
+async def test_another_request_after_a_restart_is_a_new_command(trainer, gateways):
+    trainer.lost_replies = 1
+    with pytest.raises(errors.EngineUnavailable):
+        await take(gateways())
+    assert [(await take(gateways(), rate)).step for rate in (0.5, 1.0)] == [2, 3]
 
 
 @turned_away
@@ -249,13 +305,15 @@ async def test_weights_without_a_name_have_that_of_their_step_also_if_its_caller
     assert saved_names(trainer) == ["adapter_step_0001"]
 
 
-async def test_weights_without_a_name_have_that_of_their_step_also_if_the_gateway_restarted_within_it(trainer, api):
+async def test_weights_without_a_name_have_that_of_their_step_also_if_the_gateway_restarted_within_it(
+    trainer, api, gateways
+):
     trainer.answers.clear()
     stays, body = asyncio.Event(), {"session_id": RUN}
     stepping = asyncio.create_task(post(api, "/v1/train/optim_step", body, stays))
     while not trainer.taken.get(RUN):  # noqa: ASYNC110 - the trainer is asked for nothing else
         await asyncio.sleep(0)
-    saving = asyncio.create_task(post(MetaClawApi(trainer, None), "/v1/weights/save", body, stays))
+    saving = asyncio.create_task(post(gateways(), "/v1/weights/save", body, stays))
     while trainer.taken[RUN] < 2:  # noqa: ASYNC110 - the trainer is asked for nothing else
         await asyncio.sleep(0)
     trainer.answers.set()
