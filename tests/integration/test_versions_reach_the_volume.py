@@ -806,7 +806,7 @@ async def test_an_older_version_that_reaches_the_volume_late_is_not_announced_as
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_version_that_the_volume_has_no_room_for_is_announced_if_the_newest_does_not_come_back(
+async def test_a_version_that_the_volume_has_no_space_for_is_announced_if_the_newest_does_not_come_back(
     trainer, commander, monkeypatch
 ):
     sampler = Watcher("sampler", {})

@@ -194,7 +194,7 @@ async def test_when_full_the_version_used_longest_ago_goes(setup):
     assert [entry.served.run_id for entry in registry] == [runs[0], runs[2]]
 
 
-async def test_a_load_waits_for_one_that_leaves_only_where_there_is_no_room_beside_it(setup):
+async def test_a_load_waits_for_one_that_leaves_only_where_no_slot_is_free_beside_it(setup):
     registry = setup.registry(max_loaded=2)
     first, second, third = (setup.publish(version) for version in (1, 2, 3))
     await use(registry, first)

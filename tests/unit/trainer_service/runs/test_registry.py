@@ -43,13 +43,15 @@ def volume(tmp_path):
     return layout.Volume(tmp_path / "volume")
 
 
-@asynccontextmanager
-async def registry_of(volume):
-    """Yield a registry that has read the volume, as at a start."""
+def storage_of(volume):
     settings = TrainerSettings(model="tiny", checkpoint_dir=volume.root, min_free_bytes=0, insecure=True)
-    registry = RunRegistry(
-        volume, RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD), DiskGuard(volume=volume)
-    )
+    return RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
+
+
+@asynccontextmanager
+async def registry_of(volume, storage=None, guard=None):
+    """Yield a registry that has read the volume, as at a start."""
+    registry = RunRegistry(volume, storage or storage_of(volume), guard or DiskGuard(volume=volume))
     try:
         await registry.restore()
         yield registry
@@ -418,10 +420,10 @@ async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volu
     async with registry_of(volume) as registry:
         for run_id in run_ids:
             await make_run(registry, run_id)
-    async with registry_of(volume) as registry:
+    storage = storage_of(volume)
+    async with registry_of(volume, storage) as registry:
         gate, policy = ByteGate(1), SnapshotPolicy(1000, 1 << 30, 1e9)
         doing = Rebuilding(gate)
-        storage = registry._storage
         recovery = Recovery(
             doing, storage, doing, doing, policy, gate, NO_FAILPOINTS, asyncio.ensure_future, None, registry
         )
@@ -454,8 +456,9 @@ async def test_what_a_crash_left_among_the_checkpoints_of_a_deleted_run_is_remov
         assert (volume.run(RUN) / "state" / "best").exists()
 
 
-async def test_a_step_whose_answer_found_no_room_is_in_the_run_that_is_rebuilt(volume, monkeypatch):
-    async with registry_of(volume) as registry:
+async def test_a_step_whose_answer_found_no_space_is_in_the_run_that_is_rebuilt(volume, monkeypatch):
+    storage = storage_of(volume)
+    async with registry_of(volume, storage) as registry:
         run = await make_run(registry, RUN)
         gate, policy, left = ByteGate(1 << 30), SnapshotPolicy(1000, 1 << 30, 1e9), [layout.write_all]
 
@@ -473,7 +476,7 @@ async def test_a_step_whose_answer_found_no_room_is_in_the_run_that_is_rebuilt(v
             doing = Rebuilding(gate)
             recovery = Recovery(
                 doing,
-                registry._storage,
+                storage,
                 doing,
                 doing,
                 policy,
@@ -548,9 +551,10 @@ async def test_a_run_is_served_although_a_folder_that_its_state_is_not_in_cannot
 
     for each in ("listdir", "scandir"):
         monkeypatch.setattr(os, each, unlistable(getattr(os, each)))
-    async with registry_of(volume) as registry:
+    guard = DiskGuard(volume=volume)
+    async with registry_of(volume, guard=guard) as registry:
         run = registry.get(RUN, TEAM)
         assert (run.state, run.sequencer.last_seq_id) == (RunState.READY, 5)
         assert run.damage == ["snapshots/1.damaged-1"]
         assert not left.exists()
-        assert registry._guard.used(TEAM.tenant) > 1000, "the snapshots are counted"
+        assert guard.used(TEAM.tenant) > 1000, "the snapshots are counted"

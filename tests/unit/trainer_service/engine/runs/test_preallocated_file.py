@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 from support.models.tiny_models import VOCAB_SIZE, make_tiny_llama
+from support.patience import PATIENCE
 
 from paceline.errors import DiskFull
 from paceline.types import AdamParams, Datum, ForwardBackwardSpec, LoraConfig
@@ -51,11 +52,16 @@ def publish(engine, run, directory):
     """Publish into a new directory; return the inode number of the file, once the next one is allocated."""
     directory.mkdir()
     engine.capture_adapter(run, PublishedAs(run, 1, "team")).write(directory)
+    wait_until_made()
+    return (directory / WEIGHTS).stat().st_ino
+
+
+def wait_until_made():
+    """Wait until no file is being made."""
     for thread in threading.enumerate():
         if thread.name == "preallocated file":
-            thread.join(30)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
-    return (directory / WEIGHTS).stat().st_ino
 
 
 def saved(engine, run, directory):
@@ -144,19 +150,32 @@ def test_deleting_another_run_leaves_the_file(engine, run, memory):
     assert allocated() == before != {}
 
 
-def test_a_file_that_was_being_made_when_its_run_was_deleted_is_not_kept(memory):
-    file = PreallocatedFile()
+def test_a_file_that_was_being_made_when_its_run_was_deleted_is_not_kept(memory, monkeypatch):
+    file, allocate = PreallocatedFile(), os.posix_fallocate
+    is_being_made, goes_on = threading.Event(), threading.Event()
+
+    def late(*arguments):
+        is_being_made.set()
+        goes_on.wait(PATIENCE)
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", late)
+    file.prepare(memory, 1 << 20)
+    assert is_being_made.wait(PATIENCE)
     file.drop()
-    file._make(memory, 1 << 20, drops=0)
+    goes_on.set()
+    wait_until_made()
     assert not allocated()
-    file._make(memory, 1 << 20, drops=1)
+    file.prepare(memory, 1 << 20)
+    wait_until_made()
     assert list(allocated().values()) == [1 << 20]
 
 
-def test_none_is_allocated_where_it_would_take_much_of_the_room_or_its_directory_is_gone(memory):
+def test_none_is_allocated_where_it_would_take_much_of_the_space_or_its_directory_is_gone(memory):
     file, free = PreallocatedFile(), os.statvfs(memory)
     for directory, size in ((memory, free.f_bavail * free.f_frsize // 3), (memory / "gone", 1 << 20)):
-        file._make(directory, size, drops=0)
+        file.prepare(directory, size)
+        wait_until_made()
         assert not allocated()
 
 
