@@ -335,9 +335,13 @@ def _certificate_fields(certificate: ModelCertificate) -> dict[str, str | float]
 
 
 def _lock_volume(root: Path) -> FolderLock:
-    """Lock the volume until the process ends: two trainers on one volume would overwrite each other's runs."""
+    """Lock the volume until the process ends: two trainers on one volume would overwrite each other's runs.
+
+    Raises InvalidArgument if another one uses it.
+    """
     root.mkdir(parents=True, exist_ok=True)
     try:
         return FolderLock(root)
     except FolderInUse as error:
-        raise SystemExit(f"another trainer uses {root} ({error}); give this one its own checkpoint_dir") from None
+        message = f"{root} is used by another trainer ({error}); end that one, or give this one its own"
+        raise errors.InvalidArgument(message, field="checkpoint_dir") from None

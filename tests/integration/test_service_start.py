@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.errors import Unsupported
+from paceline.files.folder_lock import FolderLock
 from paceline.rpc.server import serve
 from paceline.settings import ServiceSettings
 from trainer_service.service import TrainerService
@@ -83,3 +85,16 @@ async def test_a_volume_that_is_a_file_ends_the_trainer_with_a_sentence(tmp_path
     service = TrainerService(settings, CollectorRegistry())
     sentence = f"{tmp_path}/volume: File exists; a folder is needed: choose another path"
     assert await ended(service, settings) == sentence
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+async def test_a_second_trainer_on_a_volume_is_refused_whatever_becomes_of_the_lock_file(tmp_path, is_removed):
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    settings = TrainerSettings(model="none", insecure=True, checkpoint_dir=volume, staging_dir=tmp_path / "staging")
+    with closing(FolderLock(volume)):
+        if is_removed:
+            (volume / ".lock").unlink()
+        sentence = await ended(TrainerService(settings, CollectorRegistry()), settings)
+    assert f"checkpoint_dir: {volume} is used by another trainer (" in sentence
+    assert "give this one its own" in sentence

@@ -30,7 +30,7 @@ from trainer_service.runs.command import Answer, Command
 from trainer_service.runs.progress import CommandProgress
 
 MAX_OUTSTANDING = 1024
-"""Most commands of a run that may have arrived and not ended."""
+"""Most commands of a run that may have arrived and not had their turn, or not ended."""
 READING = frozenset({"SaveCheckpoint", "PublishWeights"})
 """Commands that let the next one start before they end."""
 
@@ -251,7 +251,8 @@ class PendingCommands:
         # With those that are missing before it. A missing one always fits, because the one that is held behind it did.
         if accepted + command.seq_id - self.appended > MAX_OUTSTANDING:
             message = (
-                f"is too far ahead: at most {MAX_OUTSTANDING} commands of a run may be accepted and not have ended"
+                f"is too far ahead: at most {MAX_OUTSTANDING} commands of a run may wait for their turn, with those "
+                "that were refused or cancelled before it"
             )
             raise errors.Overloaded(message, field="seq_id", retry_after=_RETRY_SECONDS)
         is_needed = command.seq_id == self.appended + 1 and not accepted
