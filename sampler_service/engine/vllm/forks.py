@@ -4,6 +4,9 @@ vLLM starts its engine as a new interpreter, which imports torch, transformers a
 the time that a small model, or a restarted engine, takes to start. On a CPU only threads prevent a fork. So this
 process is forked while it has a single thread, and Python's own fork server, running in that copy, forks the engine
 processes. On GPUs, whose drivers do not survive a fork, vLLM starts its processes in its usual way.
+
+For the same reason vLLM looks at the class of a model that it has not seen on this machine in a new interpreter. On a
+CPU this process does it itself.
 """
 
 # ruff: noqa: SLF001 - Python starts its fork server only as a new interpreter; here a copy of this process becomes one
@@ -14,19 +17,23 @@ import gc
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any
+from typing import Any, TypeVar
 
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.utils.system_utils import set_process_title
 from vllm.v1.engine import utils
 
 from paceline.child import end_with_parent, fork
+
+_T = TypeVar("_T")
 
 _NEEDED = [
     __name__,
@@ -78,6 +85,7 @@ def start_fork_server() -> None:
         return
     for module in _NEEDED:
         import_module(module)
+    registry._run_in_subprocess = _run_here  # before the fork, so that the copies do the same
     alive_read, alive_write = os.pipe()
     address = arbitrary_address("AF_UNIX")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -100,6 +108,10 @@ def _serve(listener: int, alive: int, others_alive: int) -> None:
     set_process_title("ForkServer")
     with suppress(SystemExit):  # when no process is left that may ask for a fork
         forkserver.main(listener, alive, [])
+
+
+def _run_here(fn: Callable[[], _T]) -> _T:
+    return fn()
 
 
 def _do_nothing() -> None:

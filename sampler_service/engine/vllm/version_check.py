@@ -153,6 +153,7 @@ CPU: tuple[Internal, ...] = (
         ("y", "x", "lora_b_stacked", "add_inputs"),
     ),
     Called("vllm.platforms.cpu:CpuPlatform.get_punica_wrapper", 0),
+    Called("vllm.model_executor.models.registry:_run_in_subprocess", 1),
     Has("vllm.model_executor.layers.fused_moe.layer", ("FusedMoEConfig",)),
     Has("vllm.model_executor.layers.fused_moe.layer:FusedMoEConfig", ("is_lora_enabled",)),
     Has("vllm.config:LoRAConfig", ("target_modules",)),
