@@ -14,9 +14,9 @@ from time import perf_counter
 from make_model import default_directory, make_model
 from rich.console import Console
 
-from paceline.up import UP
 from paceline.up.local import LocalServices, local_services
 from paceline.up.plan import CannotStart, UpOptions
+from paceline.up.run import UP
 
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".paceline" / "demo"

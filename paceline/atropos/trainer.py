@@ -98,9 +98,9 @@ class AtroposTrainer:
     """Trains one run."""
 
     def __init__(self, options: Options, service: ServiceClient, say: Callable[[str], None]) -> None:
-        self._options, self._service, self._say = options, service, say
+        self.options, self._service, self._say = options, service, say
         self.api = AtroposApi(options.atropos_url)
-        self._progress = Progress(options.state)
+        self._progress = Progress(options.directory)
         self.log = Log(options)
         self._bounds: Bounds | None = None
         """What the model takes; None until it is known."""
@@ -109,7 +109,7 @@ class AtroposTrainer:
 
     def run(self) -> None:
         """Train until `training_steps`. Raises PacelineError, ConnectionError."""
-        options = self._options
+        options = self.options
         self._check_bridge()
         self.api.wait(_SERVER_SECONDS, self._say)
         training = self._training_client()
@@ -158,7 +158,7 @@ class AtroposTrainer:
 
     def _pull(self, step: int) -> PulledBatch:
         """Wait for a batch of which something can be trained on, and store it."""
-        options = self._options
+        options = self.options
         while True:
             groups = self.api.next_batch(step, self._say)
             batch = make_batch(groups, options.seq_len, self._bounds)
@@ -186,8 +186,8 @@ class AtroposTrainer:
         for supported in self._service.get_server_capabilities().models:
             model = supported.model
             if model.name == base_model:
-                if self._options.seq_len > model.max_context_length:
-                    self._say(f"--seq-len is {self._options.seq_len}; the model takes {model.max_context_length}")
+                if self.options.seq_len > model.max_context_length:
+                    self._say(f"--seq-len is {self.options.seq_len}; the model takes {model.max_context_length}")
                 return Bounds(model.vocab_size, model.max_context_length)
         return None
 
@@ -237,7 +237,7 @@ class AtroposTrainer:
 
     def publish(self, training: TrainingClient, step: int) -> dict[str, float]:
         """Publish a version and save a checkpoint, if due at this step."""
-        start, options = time.perf_counter(), self._options
+        start, options = time.perf_counter(), self.options
         is_last = step == options.training_steps
         if step % options.vllm_restart_interval == 0 or is_last:
             training.publish_weights(durable=True, wait_for="any").result()
@@ -250,12 +250,12 @@ class AtroposTrainer:
         training.save_state("final", overwrite=True).result()
         weights = training.save_weights_for_sampler("final", overwrite=True).result().path
         self._say(f"saved {weights}")
-        if self._options.save_path is not None:
-            self._say(f"downloaded to {self._service.download_checkpoint(weights, self._options.save_path / 'final')}")
+        if self.options.save_path is not None:
+            self._say(f"downloaded to {self._service.download_checkpoint(weights, self.options.save_path / 'final')}")
         self.log.close(self._say)
 
     def _optimizer(self, step: int) -> OptimizerParams:
-        options = self._options
+        options = self.options
         rate = options.lr * min(1.0, step / options.warmup_steps) if options.warmup_steps > 0 else options.lr
         if options.optimizer == "adafactor":
             return AdafactorParams(
@@ -269,11 +269,13 @@ class AtroposTrainer:
 
     def _training_client(self) -> TrainingClient:
         """Resume the recorded run, or create one and publish its first version for environments to sample from."""
-        run_id, options = self._progress.run_id(), self._options
+        run_id, options = self._progress.run_id(), self.options
         if run_id:
             name = self._service.get_run(run_id).user_metadata.get("name", "")
             if name != options.run_name:
-                message = f"{options.state} is of run {run_id}, whose name is {name}; give that name or another --state"
+                message = (
+                    f"{options.directory} is of run {run_id}, whose name is {name}; give that name or another --state"
+                )
                 raise errors.InvalidArgument(message, field="--run-name")
             return self._service.get_training_client(run_id)
         metadata, model = {"name": options.run_name, "by": "paceline atropos"}, self._model()
@@ -297,7 +299,7 @@ class AtroposTrainer:
         """Return the served name of the requested model. Raises ModelNotFound."""
         served = [supported.model.name for supported in self._service.get_server_capabilities().models]
         for name in served:
-            if self._options.model.rstrip("/").rpartition("/")[2] in {"", name}:
+            if self.options.model.rstrip("/").rpartition("/")[2] in {"", name}:
                 return name
         raise errors.ModelNotFound(f"no such base model; {', '.join(served)} is served", field="--model")
 
@@ -305,9 +307,9 @@ class AtroposTrainer:
         """Check that the sampler's bridge fits `--weight-bridge-mode`. Raises Unsupported."""
         transport = self._service.transport
         info = transport.query(transport.sampler.GetServerInfo, sampler_pb.GetServerInfoRequest()).result()
-        wanted = self._options.bridge
+        wanted = self.options.bridge
         if wanted and info.bridge != wanted:
-            mode = self._options.weight_bridge_mode
+            mode = self.options.weight_bridge_mode
             message = f"{mode} needs a sampler with bridge {wanted}; this one has {info.bridge}. Start it with "
             raise errors.Unsupported(message + f"`paceline up --bridge {wanted}`", field="--weight-bridge-mode")
 

@@ -21,8 +21,8 @@ from threading import Thread
 from time import monotonic
 from typing import IO
 
-from paceline.up import UP
 from paceline.up.plan import CannotStart, UpOptions, read_or_make_key, stop_seconds
+from paceline.up.run import UP
 
 _START_SECONDS = 1200.0
 _END_SECONDS = 30.0

@@ -27,17 +27,29 @@ class CannotStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """Options of `paceline up`; see its help."""
+    """Options of `paceline up`; their metadata is its help."""
 
-    model: str
-    model_name: str = ""
-    state: str = ".paceline"
-    address: str = "127.0.0.1:50050"
-    engine: str = "vllm"
-    bridge: str = "stream"
-    dtype: str = "auto"
-    max_lora_rank: int = 64
-    log_level: str = "INFO"
+    model: str = field(metadata={"help": "base model: a local directory or a Hugging Face id"})
+    model_name: str = field(default="", metadata={"help": "name that clients use; empty: the last part of --model"})
+    state: str = field(default=".paceline", metadata={"help": "directory of checkpoints, logs and the API key"})
+    address: str = field(default="127.0.0.1:50050", metadata={"help": "address of the gateway"})
+    engine: str = field(default="vllm", metadata={"help": "engine of the sampler", "choices": ("vllm", "hf")})
+    bridge: str = field(
+        default="stream",
+        metadata={
+            "help": "how versions are sent to the sampler",
+            "choices": ("stream", "volume", "collective", "restart", "shared"),
+        },
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of both services; auto: float32 on CPUs, bfloat16 on GPUs",
+            "choices": ("auto", "float32", "bfloat16"),
+        },
+    )
+    max_lora_rank: int = field(default=64, metadata={"help": "largest rank of an adapter"})
+    log_level: str = field(default="INFO", metadata={"help": "DEBUG, INFO, WARNING or ERROR"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from support.patience import PATIENCE
 from support.stacks import toy_trainer
 
 from paceline import RetryPolicy, ServiceClient, codec, errors
+from paceline.atropos.options import Options
 from paceline.atropos.trainer import AtroposTrainer, Progress
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
@@ -41,7 +42,7 @@ class Command:
         self.said: list[str] = []
         self.metrics: list[dict[str, float]] = []
         self._server = server
-        self._options = SimpleNamespace(**options | changed)
+        self._options = Options(**options | changed)
         self._api = SimpleNamespace(next_batch=lambda step, say: batches.pop(0))
 
     async def step(self):

@@ -11,8 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.up import say, supervisor
+from paceline.up import supervisor
 from paceline.up.plan import CannotStart, Plan
+from paceline.up.run import say
 
 
 def main(path: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +15,9 @@ import pytest
 
 from paceline.atropos.api import AtroposApi
 from paceline.atropos.groups import Bounds, logprob_metrics, make_batch, micro_batches
-from paceline.atropos.options import add_arguments, layer_indices, read_options
+from paceline.atropos.options import Options
 from paceline.atropos.trainer import AtroposTrainer, Progress, PulledBatch
+from paceline.cli import main
 
 
 def group(scores=(1.0, 0.0), **more):
@@ -187,27 +188,43 @@ def test_alignment_is_between_trained_tokens_alone():
     assert found["pos_logp"] == found["neg_logp"] == pytest.approx(-2 / 3)
 
 
-def test_options_have_the_names_that_users_know():
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+@pytest.fixture
+def options_of(monkeypatch):
+    """Read the options of a command line as `paceline atropos` does."""
+
+    def read(*given):
+        found = []
+        monkeypatch.setattr(AtroposTrainer, "run", lambda trainer: found.append(trainer.options))
+        assert main(["atropos", *given]) == 0
+        return found[0]
+
+    return read
+
+
+def test_options_have_the_names_that_users_know(options_of, tmp_path):
     given = ["--model", "Qwen/x", "--weight-bridge-mode", "lora_nccl", "--lora-layer-indices", "0-2,5"]
-    options = read_options(parser.parse_args(given))
-    assert (options.model, options.is_lora, options.bridge) == ("Qwen/x", True, "collective")
+    options = options_of(*given, "--state", str(tmp_path), "--lora-target-modules", "q_proj", "o_proj", "--lora-r", "4")
+    assert (options.model, options.is_lora, options.bridge, options.lora_r) == ("Qwen/x", True, "collective", 4)
     assert options.lora_layer_indices == (0, 1, 2, 5)
-    assert read_options(parser.parse_args(["--weight-bridge-mode", "shared_vllm"])).bridge == "shared"
+    assert options.lora_target_modules == ("q_proj", "o_proj")
+    assert options_of("--weight-bridge-mode", "shared_vllm", "--state", str(tmp_path)).bridge == "shared"
+
+
+def test_options_that_are_not_given_have_the_defaults_of_the_class(options_of, tmp_path):
+    assert options_of("--state", str(tmp_path)) == Options(state=tmp_path)
+    assert Options(run_name="policy").directory == Path(".paceline/atropos/policy")
 
 
 @pytest.mark.parametrize("text", ["5-2", "a", "1-", "-3"])
-def test_layers_that_are_none_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError):
-        layer_indices(text)
+def test_layers_that_are_none_are_refused(text, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["atropos", f"--lora-layer-indices={text}"]) == 2
+    assert f"'{text}' is not a layer or range of layers" in capsys.readouterr().err
 
 
-def test_settings_of_the_services_are_refused_with_their_names(capsys):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--gpu-memory-utilization", "0.5"])
+def test_settings_of_the_services_are_refused_with_their_names(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["atropos", "--gpu-memory-utilization", "0.5"]) == 2
     assert "PACELINE_SAMPLER_GPU_MEMORY_UTILIZATION" in capsys.readouterr().err
 
 
@@ -273,7 +290,7 @@ def test_a_server_that_was_restarted_is_told_of_the_trainer_again():
 
 
 def trainer_of(api, state, said):
-    options = SimpleNamespace(
+    options = Options(
         atropos_url=api.address,
         state=state,
         seq_len=64,

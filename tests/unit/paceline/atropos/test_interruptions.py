@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paceline import errors
+from paceline.atropos.options import Options
 from paceline.atropos.trainer import AtroposTrainer
 from paceline.errors import Fate
 
@@ -113,7 +114,7 @@ def start(run, client, state):
         "scores": [0.0, 1.0, 2.0, 3.0],
         "inference_logprobs": [[-1.0] * 3 for _ in parts],
     }
-    options = SimpleNamespace(
+    options = Options(
         atropos_url="", state=state, log_dir=None, use_wandb=False, benchmark=False, batch_size=1, seq_len=64,
         clip_eps=0.2, lr=0.1, warmup_steps=0, optimizer="adamw", training_steps=9, vllm_restart_interval=1,
         checkpoint_interval=0,
