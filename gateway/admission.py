@@ -38,6 +38,7 @@ _TRAINER = (
     "RenderConversations",
     "CreateRun",
     "GetRun",
+    "UpdateRun",
     "AttachRun",
     "ListRuns",
     "DeleteRun",
@@ -51,6 +52,7 @@ _TRAINER = (
     "DeleteCheckpoint",
     "SetCheckpointTtl",
     "DownloadCheckpoint",
+    "UploadCheckpoint",
     "PublishWeights",
 )
 _SAMPLER = (

@@ -51,7 +51,7 @@ _ROUTED = frozenset(
 _MAX_KEYS = 4096
 _CHANGES_RUNS = frozenset(
     f"/paceline.trainer.v1.TrainerService/{name}"
-    for name in ("CreateRun", "DeleteRun", "PublishWeights", "Execute", "Follow")
+    for name in ("CreateRun", "UpdateRun", "DeleteRun", "PublishWeights", "Execute", "Follow")
 )
 """The methods after which a name may mean another run."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import grpc
@@ -13,10 +14,12 @@ from gateway.proxy import Router, Upstream, gateway_error
 from gateway.served_base import ServedBase
 from gateway.settings import GatewaySettings
 from paceline import __version__, codec, errors
+from paceline.codec.resources import timestamp_to_proto
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceServicer
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import current_identity, peer_metadata
+from paceline.rpc.process_info import process_info
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -42,7 +45,9 @@ class GatewayServicer(GatewayServiceServicer):
         trainer, samplers = await self._ask("GetUsage", trainer_pb.GetUsageResponse, sampler_pb.GetUsageResponse)
         waiting = self._waiting_bytes
         own = Quota(waiting.quota.name, waiting.used(identity.tenant), waiting.tenant_limit)
-        quotas = merge_quotas(trainer.quotas if trainer else (), [sampler.quotas for sampler in samplers])
+        quotas = merge_quotas(
+            trainer.quotas if trainer else (), [sampler.quotas for sampler in samplers if sampler is not None]
+        )
         return pb.WhoAmIResponse(
             tenant=identity.tenant, key_name=identity.key_name, quotas=map(codec.quota_to_proto, [own, *quotas])
         )
@@ -51,15 +56,24 @@ class GatewayServicer(GatewayServiceServicer):
         trainer, samplers = await self._ask(
             "GetServerInfo", trainer_pb.GetServerInfoResponse, sampler_pb.GetServerInfoResponse
         )
-        if trainer is None and not samplers:
+        if trainer is None and not any(samplers):
             raise errors.UpstreamUnavailable("neither the trainer nor a sampler can be reached; try again")
         models: dict[str, pb.SupportedModel] = {}
         for info in trainer.models if trainer else ():
             _add(models, info).trainable = True
         base = ServedBase.of(trainer.models[0]) if trainer and trainer.models else self._router.base
         unused = []
+        services = [
+            pb.ServiceStatus(kind="gateway", reachable=True, service_version=__version__, process=process_info()),
+            _service_of("trainer", trainer),
+        ]
         for sampler in samplers:
+            services.append(_service_of("sampler", sampler))
+            if sampler is None:
+                continue
+            services[-1].sampler_id = sampler.sampler_id
             if why := _why_unused(sampler, base):
+                services[-1].unused_because = why
                 unused.append(f"{sampler.sampler_id}: {why}")
             else:
                 _add(models, sampler.model).sampleable = True
@@ -71,15 +85,17 @@ class GatewayServicer(GatewayServiceServicer):
             max_message_bytes=min(filter(None, limits)),
             service_version=__version__,
             unused_samplers=unused,
+            services=services,
+            time=timestamp_to_proto(datetime.now(UTC)),
         )
 
     async def _ask(
         self, method: str, trainer_reply: type[OfTrainer], sampler_reply: type[OfSampler]
-    ) -> tuple[OfTrainer | None, list[OfSampler]]:
+    ) -> tuple[OfTrainer | None, list[OfSampler | None]]:
         """Call a method without arguments of the trainer and of all samplers, for the caller.
 
-        Services that are unavailable, too slow, or too old to know the method are left out, and quotas of samplers that
-        get no calls.
+        None stands for services that are unavailable, too slow, or too old to know the method. Samplers that get no
+        calls are not asked for quotas.
         """
         asked = [one for one in self._router.samplers if method != "GetUsage" or one not in self._router.unused]
         metadata = peer_metadata(self._settings.secret, current_identity().tenant)
@@ -98,7 +114,17 @@ class GatewayServicer(GatewayServiceServicer):
         of_trainer = ask(self._router.trainer, "paceline.trainer.v1.TrainerService", trainer_reply)
         of_samplers = [ask(sampler, "paceline.sampler.v1.SamplerService", sampler_reply) for sampler in asked]
         trainer, samplers = await asyncio.gather(of_trainer, asyncio.gather(*of_samplers))
-        return trainer, [sampler for sampler in samplers if sampler is not None]
+        return trainer, samplers
+
+
+def _service_of(
+    kind: str, info: trainer_pb.GetServerInfoResponse | sampler_pb.GetServerInfoResponse | None
+) -> pb.ServiceStatus:
+    """Describe a service by its answer; None means that it gave none."""
+    if info is None:
+        return pb.ServiceStatus(kind=kind)
+    process = info.process if info.HasField("process") else None
+    return pb.ServiceStatus(kind=kind, reachable=True, service_version=info.service_version, process=process)
 
 
 def _why_unused(sampler: sampler_pb.GetServerInfoResponse, base: ServedBase | None) -> str:

@@ -209,7 +209,11 @@ class CommandExecutor:
         await self._registry.persist_if_possible(run)
         _log.info("checkpoint loaded", path=str(path), run=run.run_id, with_optimizer=with_optimizer)
         newest = await self._checkpoints.newest_states.find_if_readable(run.run_id)
-        return Outcome(pb.LoadCheckpointResponse(run=run_to_proto(run.public(newest.path, ended_by=command.seq_id))))
+        return Outcome(
+            pb.LoadCheckpointResponse(
+                run=run_to_proto(run.public(newest.path, self._guard.run_bytes(run.run_id), command.seq_id))
+            )
+        )
 
     async def _load_directory(
         self, run: RunRecord, directory: Path, progress: CommandProgress, *, with_optimizer: bool

@@ -12,14 +12,12 @@ from pathlib import Path
 
 from paceline import errors, layout, weights
 from paceline.files.regular_files import copy_file, read_file
-from paceline.types import Checkpoint, CheckpointKind, LoraConfig
-from paceline.weights.adapter_config import check_adapter_config
+from paceline.types import Checkpoint, CheckpointKind, LoraConfig, RunParameters
+from paceline.weights.adapter_config import BASE_LAYER, check_adapter_config
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.runs.record import RunOrigin
 
-_FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
-_BASE_LAYER = ".base_layer."
-"""In the name of a tensor: it is the base model's own weight, which PEFT saves beside an adapter on the output head."""
+ADAPTER_FILES = (layout.WEIGHTS_FILE, layout.CONFIG_FILE)
 
 
 async def import_adapter(
@@ -34,13 +32,13 @@ async def import_adapter(
     differs from the run's. LoadCheckpoint checks that the modules are the run's.
     """
     run = _read_run(volume, run_id)
-    _check_files(source, run)
+    check_adapter(source, run.parameters)
 
     names = [entry.name for entry in weights.read_tensor_entries(source / layout.WEIGHTS_FILE)]
-    own = [name for name in names if _BASE_LAYER not in name]
+    own = [name for name in names if BASE_LAYER not in name]
 
     async def copy(directory: Path) -> None:
-        for file in _FILES:
+        for file in ADAPTER_FILES:
             if file == layout.WEIGHTS_FILE and own != names:
                 await asyncio.to_thread(weights.copy_tensors, source / file, directory / file, own)
             else:
@@ -64,8 +62,13 @@ def _read_run(volume: layout.Volume, run_id: str) -> RunOrigin:
         raise errors.RunNotFound("no such run on this volume; create one with the adapter's configuration") from None
 
 
-def _check_files(source: Path, run: RunOrigin) -> None:
-    for file in _FILES:
+def check_adapter(source: Path, parameters: RunParameters) -> None:
+    """Check the adapter of a directory for a run with these parameters.
+
+    Raises InvalidDtype, InvalidShape, NonFinite, ChecksumMismatch, InvalidArgument and CheckpointMismatch, as
+    `import_adapter` does.
+    """
+    for file in ADAPTER_FILES:
         path = source / file
         if path.is_symlink():
             raise errors.CheckpointMismatch(f"{path} is a link, which is not followed; copy the directory with cp -rL")
@@ -75,9 +78,9 @@ def _check_files(source: Path, run: RunOrigin) -> None:
         weights.check_finite(source / layout.WEIGHTS_FILE)
     except (ValueError, struct.error) as error:
         raise errors.CheckpointMismatch(f"{source} has no readable adapter: {error}") from error
-    if not isinstance(run.parameters, LoraConfig):
+    if not isinstance(parameters, LoraConfig):
         raise errors.CheckpointMismatch("the run trains all parameters; create one with an adapter")
-    check_adapter_config(run.parameters, weights.read_adapter_config(source / layout.CONFIG_FILE).settings)
+    check_adapter_config(parameters, weights.read_adapter_config(source / layout.CONFIG_FILE).settings)
 
 
 def _remedy(source: Path) -> str:

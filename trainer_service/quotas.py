@@ -32,6 +32,14 @@ class Quotas:
             Quota(self._waiting.quota.name, self._waiting.used(tenant), self._waiting.tenant_limit),
         )
 
+    def run_bytes(self, run_id: str) -> int:
+        """Return the bytes that a run has on the volume."""
+        return self._guard.run_bytes(run_id)
+
+    def volume(self) -> tuple[int, int]:
+        """Return the free bytes and the size of the volume."""
+        return self._guard.volume()
+
     def tenants(self) -> list[str]:
         """Return the tenants that use anything; names may repeat."""
         return [*self._registry.tenants(), *self._guard.tenants(), *self._waiting.tenants()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from enum import Enum
@@ -187,6 +187,22 @@ class RunLifecycle:
         return record
 
     @uninterrupted
+    async def update(self, record: RunRecord, entries: Mapping[str, str], remove: Collection[str]) -> None:
+        """Durably set and remove entries of a run's metadata.
+
+        Raises InvalidArgument for an entry that is both set and removed, OutOfRange for more than a run may have,
+        DiskFull or OSError; the metadata is then as before.
+        """
+        if both := sorted(entries.keys() & set(remove)):
+            raise errors.InvalidArgument(f"{both[0]} is both set and removed; name it once", field="remove")
+        async with record.persisting:  # also keeps two requests from undoing each other
+            kept = {name: value for name, value in record.user_metadata.items() if name not in remove}
+            metadata = {**kept, **entries}
+            check_user_metadata(metadata, "set")
+            await self._registry.write(record, user_metadata=metadata)
+            record.user_metadata = metadata
+
+    @uninterrupted
     async def attach(self, record: RunRecord, request_id: str) -> int:
         """Durably make a client the one that trains a run; return its number.
 
@@ -197,6 +213,7 @@ class RunLifecycle:
         try:
             async with record.persisting:  # also keeps two requests from getting one number
                 number = record.attached.get(request_id, record.attachment + 1)
+                record.use()
                 newest = max(number, record.attachment)
                 attached = dict([*{**record.attached, request_id: number}.items()][-_KNOWN_CLIENTS:])
                 await self._registry.write(record, attachment=newest, attached=attached)

@@ -49,12 +49,15 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.settings import TrainerSettings
 from trainer_service.text import read_tokenizer_files
+from trainer_service.uploads import AdapterUploads
 from trainer_service.volume_files import check_volume
 
 _log = get_logger(__name__)
 
 _CLOCK_FILE = "clock.json"
 """On the volume: how far the times to live of its checkpoints have come."""
+_USE_SECONDS = 30.0
+"""How often it is written when runs were used."""
 _RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 30.0
 """Delay between attempts to restart the engine: initial and maximum."""
 
@@ -70,7 +73,7 @@ class TrainerService:
         self._volume = layout.Volume(settings.checkpoint_dir)
         failpoints = Failpoints(settings.failpoints)
         waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant)
-        guard = DiskGuard(settings.min_free_bytes, self._volume, settings.max_volume_bytes_per_tenant)
+        self._guard = guard = DiskGuard(settings.min_free_bytes, self._volume, settings.max_volume_bytes_per_tenant)
         storage = RunStorage(self._volume, settings, failpoints, waiting_bytes, guard)
         self._registry = RunRegistry(self._volume, storage, guard)
         self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, guard, waiting_bytes)
@@ -160,6 +163,7 @@ class TrainerService:
         self._background.spawn(self._recovery.recover_all())
         self._background.spawn(self._expire_checkpoints())
         self._background.spawn(self._group.run())
+        self._background.spawn(self._write_uses())
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer = TrainerServicer(
@@ -173,6 +177,8 @@ class TrainerService:
             self._quotas,
             self._tokenizer_files,
             self._recovery.ask,
+            self._hub,
+            AdapterUploads(self._checkpoints, self._guard, self._settings.reader_seconds),
         )
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(
@@ -195,6 +201,7 @@ class TrainerService:
         self._readiness = None  # an engine that dies from now on is not replaced
         await self._background.close()
         await self._registry.save()
+        await self._registry.persist_uses()
         await self._publisher.stop()
         await self._engine.close()
         await self._registry.close()
@@ -271,6 +278,11 @@ class TrainerService:
                 seconds = backoff(failures, _RESTART_SECONDS, _MAX_RESTART_SECONDS)
                 _log.warning("engine not started; retrying", error=repr(error), failures=failures, seconds=seconds)
             await asyncio.sleep(seconds)
+
+    async def _write_uses(self) -> None:
+        while True:
+            await asyncio.sleep(_USE_SECONDS)
+            await self._registry.persist_uses()
 
     async def _expire_checkpoints(self) -> None:
         """Delete checkpoints past their time to live, in an endless loop."""

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from paceline import ServiceClient, errors
+from paceline import RetryPolicy, ServiceClient, Timeouts, errors
 from paceline.cli.output import CommandFailed, say
 from paceline.client.connection import ADDRESS_VARIABLE, KEY_VARIABLE
 from paceline.files.secret_files import read_secret
@@ -26,9 +26,13 @@ LOCAL_KEY = Path(".paceline/api_key")
 
 
 @contextmanager
-def connected(address: str | None, key_file: Path | None) -> Iterator[ServiceClient]:
-    """Yield a client of the gateway that these options, or the environment, name."""
-    with ServiceClient(address, _find_key(key_file)) as service:
+def connected(address: str | None, key_file: Path | None, *, patient: bool = True) -> Iterator[ServiceClient]:
+    """Yield a client of the gateway that these options, or the environment, name.
+
+    One that is not `patient` says at once what does not answer, instead of trying again.
+    """
+    retry, timeouts = (None, None) if patient else (RetryPolicy(budget=0.0), Timeouts(query=10.0))
+    with ServiceClient(address, _find_key(key_file), retry=retry, timeouts=timeouts) as service:
         yield service
 
 

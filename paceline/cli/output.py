@@ -10,11 +10,12 @@ from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from functools import singledispatch
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -44,9 +45,8 @@ def show_json_line(document: object) -> None:
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", empty: str = "") -> None:
     """Print a table; without rows, the sentence `empty`. Columns that begin with > are aligned to the right."""
     listed = [[_cell(value) for value in row] for row in rows]
-    console = _console()
     if not listed:
-        console.print(Text(empty))
+        _print(Text(empty))
         return
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
@@ -54,8 +54,8 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, titl
             column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
         )
     for row in listed:
-        table.add_row(*map(Text, row))
-    console.print(table)
+        table.add_row(*map(Text, row[: len(columns)]))
+    _print(table)
 
 
 def show_fields(pairs: Iterable[tuple[str, object]], *, title: str = "") -> None:
@@ -66,7 +66,7 @@ def show_fields(pairs: Iterable[tuple[str, object]], *, title: str = "") -> None
     for name, value in pairs:
         if value not in (None, "", (), [], {}):
             table.add_row(Text(name), Text(_cell(value)))
-    _console().print(table)
+    _print(table)
 
 
 def say(line: str) -> None:
@@ -167,6 +167,12 @@ def _cell(value: object) -> str:
     return text
 
 
-def _console() -> Console:
-    # Made at each use, because tests and shells exchange the streams. Without a terminal, lines have no width.
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+def _print(shown: RenderableType) -> None:
+    # A console is made at each use, because tests and shells exchange the streams.
+    if sys.stdout.isatty():
+        Console(file=sys.stdout, highlight=False).print(shown)
+        return
+    console = Console(file=StringIO(), width=_WIDE, highlight=False)
+    with console.capture() as written:
+        console.print(shown)
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in written.get().splitlines())

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from paceline import codec, errors
 from paceline.client.batching import render_all, sendable
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto, path_of
 from paceline.client.transport import Connected, Transport, blocking, read
+from paceline.client.uploads import upload
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -93,6 +94,19 @@ class Catalog(Connected):
 
     get_run = blocking(get_run_async)
 
+    async def update_run_async(
+        self, run_id: str, entries: Mapping[str, str] | None = None, remove: Sequence[str] = ()
+    ) -> Run:
+        """Set and remove entries of a run's user_metadata, and return the run; the entry `name` names it.
+
+        Errors: RunNotFound, OutOfRange, InvalidArgument (an entry is both set and removed), DiskFull.
+        """
+        request = codec.make(pb.UpdateRunRequest, run_id=run_id, set=dict(entries or {}), remove=list(remove))
+        reply = await self.transport.query(self.transport.trainer.UpdateRun, request)
+        return codec.run_from_proto(reply.run)
+
+    update_run = blocking(update_run_async)
+
     async def delete_run_async(self, run_id: str, *, delete_checkpoints: bool = False) -> None:
         """Delete a run and its versions, and with `delete_checkpoints` its checkpoints.
 
@@ -131,16 +145,33 @@ class Catalog(Connected):
 
     delete_checkpoint = blocking(delete_checkpoint_async)
 
-    async def download_checkpoint_async(self, path: str | Checkpoint, directory: str | Path) -> Path:
+    async def upload_checkpoint_async(
+        self, run_id: str, directory: str | Path, name: str, *, ttl_seconds: int | None = None, overwrite: bool = False
+    ) -> Checkpoint:
+        """Save the adapter of a PEFT directory, made elsewhere, as a sampler checkpoint of a run; return that.
+
+        The run has the adapter's rank and scaling; `load_state` of it then loads the weights. Errors: RunNotFound,
+        InvalidName, CheckpointExists, CheckpointMismatch (also a directory that is no adapter), ChecksumMismatch,
+        InvalidArgument, NonFinite, DiskFull, QuotaExceeded.
+        """
+        header = codec.make(pb.UploadHeader, run_id=run_id, name=name, ttl_seconds=ttl_seconds, overwrite=overwrite)
+        return await self.transport.submit(upload(self.transport, header, Path(directory)))
+
+    upload_checkpoint = blocking(upload_checkpoint_async)
+
+    async def download_checkpoint_async(
+        self, path: str | Checkpoint, directory: str | Path, progress: Callable[[int], object] | None = None
+    ) -> Path:
         """Download a checkpoint's files into a new local directory and return its path.
 
+        `progress` is called, on the client's own thread, with the number of bytes of each part that has arrived.
         PEFT and vLLM can load a sampler checkpoint of a LoRA run. Errors: InvalidPath, CheckpointNotFound,
         ChecksumMismatch (a file, which it names, is damaged), FileExistsError (the directory is not empty).
         """
         if not isinstance(directory, str | PathLike):
             raise errors.InvalidArgument.of_type(directory, "the path of a directory", "directory")
         target = Path(directory)
-        await self.transport.submit(_download(self.transport, path_of(path), target))
+        await self.transport.submit(_download(self.transport, path_of(path), target, progress or _unseen))
         return target
 
     download_checkpoint = blocking(download_checkpoint_async)
@@ -157,6 +188,10 @@ class Catalog(Connected):
     set_checkpoint_ttl = blocking(set_checkpoint_ttl_async)
 
 
+def _unseen(_: int) -> None:
+    pass
+
+
 def _as_object(conversation: Any) -> Mapping[str, Any]:
     if isinstance(conversation, Mapping):
         return dict(conversation)
@@ -165,7 +200,7 @@ def _as_object(conversation: Any) -> Mapping[str, Any]:
     raise TypeError("a conversation is a list of messages, or a dict of them")
 
 
-async def _download(transport: Transport, path: str, directory: Path) -> None:
+async def _download(transport: Transport, path: str, directory: Path, progress: Callable[[int], object]) -> None:
     """Write a checkpoint's files into a new directory, which appears once all files are complete and verified.
 
     Raises InvalidPath, CheckpointNotFound, ChecksumMismatch, FileExistsError.
@@ -173,7 +208,7 @@ async def _download(transport: Transport, path: str, directory: Path) -> None:
     checkpoint = CheckpointPath.parse(path)
     staging = await asyncio.to_thread(_make_staging, directory)
     try:
-        digests = await _receive(transport, pb.DownloadCheckpointRequest(path=str(checkpoint)), staging)
+        digests = await _receive(transport, pb.DownloadCheckpointRequest(path=str(checkpoint)), staging, progress)
         await asyncio.to_thread(_verify, staging, digests)
         await asyncio.to_thread(staging.replace, directory)
     finally:
@@ -193,7 +228,12 @@ def _make_staging(directory: Path) -> Path:
     return staging
 
 
-async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, directory: Path) -> dict[str, str]:
+async def _receive(
+    transport: Transport,
+    request: pb.DownloadCheckpointRequest,
+    directory: Path,
+    progress: Callable[[int], object],
+) -> dict[str, str]:
     """Write the files of a stream; return the SHA-256 of each by name."""
     call, part = await transport.open_stream(transport.trainer.DownloadCheckpoint, request, "training")
     digests = {}
@@ -205,6 +245,7 @@ async def _receive(transport: Transport, request: pb.DownloadCheckpointRequest, 
                     await asyncio.to_thread(file.write, part.data)
                     digest.update(part.data)
                     left -= len(part.data)
+                    progress(len(part.data))
             if left:
                 raise errors.ChecksumMismatch(f"{name} ended {left} bytes early; download it again", field="path")
             digests[name] = digest.hexdigest()

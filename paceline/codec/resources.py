@@ -29,6 +29,8 @@ def run_to_proto(run: Run) -> pb.Run:
         damage=run.damage,
         executed_seq_id=run.executed_seq_id,
         gradient_tokens=run.gradient_tokens,
+        volume_bytes=run.volume_bytes,
+        last_use_time=None if run.last_use_time is None else timestamp_to_proto(run.last_use_time),
     )
     put_parameters(message, run.parameters)
     return message
@@ -52,6 +54,8 @@ def run_from_proto(message: pb.Run) -> Run:
         damage=tuple(message.damage),
         executed_seq_id=message.executed_seq_id,
         gradient_tokens=message.gradient_tokens,
+        volume_bytes=message.volume_bytes,
+        last_use_time=timestamp_from_proto(message.last_use_time) if message.HasField("last_use_time") else None,
     )
 
 

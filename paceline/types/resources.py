@@ -60,6 +60,10 @@ class Run(ShortRepr):
     """Highest seq_id whose command has executed; those after it, up to `last_seq_id`, are accepted and will execute."""
     gradient_tokens: int = 0
     """Counted positions of the gradient that waits for an optimizer step after that command; 0 if none waits."""
+    volume_bytes: int = 0
+    """Bytes that it has on the checkpoint volume."""
+    last_use_time: datetime | None = None
+    """When a command of it was accepted last, or a client attached; up to a minute earlier after a kill."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from typing import Any
 from paceline.errors import CheckpointMismatch
 from paceline.types import LoraConfig
 
+BASE_LAYER = ".base_layer."
+"""In the name of a tensor: it is the base model's own weight, which PEFT saves beside an adapter on the output head."""
+
 _WITHOUT_EFFECT = frozenset(
     [
         "auto_mapping",

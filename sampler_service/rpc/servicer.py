@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -25,6 +26,7 @@ from paceline.codec import (
 )
 from paceline.requests.pages import page_of
 from paceline.rpc.identity import current_identity
+from paceline.rpc.process_info import process_info
 from paceline.rpc.readers import current_reader
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceServicer as Base
@@ -79,6 +81,7 @@ class SamplerServicer(Base):
             sampler_id=settings.name_for_trainer,
             agreements=self._agreement.agreements(current_identity()),
             refusal=self._agreement.refusal or await self._death(),
+            process=await asyncio.to_thread(process_info),
         )
 
     async def _death(self) -> str:

@@ -103,6 +103,21 @@ class DiskGuard:
             self._by_tenant[tenant] += size
         return Reservation(lambda: self._release(tenant, size))
 
+    def run_bytes(self, run_id: str) -> int:
+        """Return the bytes that a run has on the volume."""
+        with self._lock:
+            return sum(self._sizes.get(run_id, {}).values())
+
+    def volume(self) -> tuple[int, int]:
+        """Return the free bytes and the size of the volume; zeros if it cannot be asked."""
+        if self._runs is None:
+            return 0, 0
+        try:
+            usage = shutil.disk_usage(self._runs.parent)
+        except OSError:
+            return 0, 0
+        return usage.free, usage.total
+
     def used(self, tenant: str) -> int:
         """Return the bytes that a tenant has, including those that it is about to write."""
         return self._by_tenant[tenant]

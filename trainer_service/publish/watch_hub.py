@@ -219,6 +219,10 @@ class WatchHub:
             await self._notify()
         return watcher.sampler_id in self._acks.get(key, {})
 
+    def is_acknowledged(self, watcher: Watcher, key: VersionKey) -> bool:
+        """Return whether a sampler serves the bytes of a version that were announced."""
+        return watcher.sampler_id in self._acks.get(key, {})
+
     def _count_held(self, watcher: Watcher, key: VersionKey) -> None:
         """Count a version as acknowledged if the sampler holds the announced bytes.
 

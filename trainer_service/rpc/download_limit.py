@@ -1,4 +1,4 @@
-"""The limit on how many checkpoints and versions a tenant downloads at the same time."""
+"""The limit on how many checkpoints and versions a tenant downloads, or uploads, at the same time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from paceline.rpc.interceptors import AroundInterceptor, Call
 _DOWNLOADS = frozenset(
     {
         "/paceline.trainer.v1.TrainerService/DownloadCheckpoint",
+        "/paceline.trainer.v1.TrainerService/UploadCheckpoint",
         "/paceline.weights.v1.WeightService/FetchVersion",
     }
 )
 
 
 class DownloadLimit(AroundInterceptor):
-    """Lets each tenant download so many at a time; its further downloads wait in order of arrival.
+    """Lets each tenant have so many downloads and uploads at a time; its further ones wait in order of arrival.
 
     A download holds open files here and unread bytes in the gateway for as long as its reader takes. Services, which
     read without pauses, are not limited.

@@ -18,6 +18,7 @@ from paceline.log import get_logger
 from paceline.requests.bodies import decoded
 from paceline.requests.pages import page_of
 from paceline.rpc.identity import current_identity
+from paceline.rpc.process_info import process_info
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceServicer
 from paceline.types import Checkpoint, CheckpointKind, ModelInfo, RunParameters, RunState
@@ -29,6 +30,7 @@ from trainer_service.engine_link.client import EngineProcess
 from trainer_service.engine_link.loss_specs import LOSS_SPECS
 from trainer_service.engine_link.optimizer_specs import OPTIMIZER_SPECS
 from trainer_service.publish.agreements import Agreements
+from trainer_service.publish.watch_hub import Watcher, WatchHub
 from trainer_service.quotas import Quotas
 from trainer_service.rpc.command_messages import command_of, size_of, status_to_proto
 from trainer_service.run_lifecycle import OutstandingPolicy, RunLifecycle
@@ -37,6 +39,7 @@ from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.settings import TrainerSettings
 from trainer_service.text import ConversationRenderer
+from trainer_service.uploads import AdapterUploads
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -71,6 +74,8 @@ class TrainerServicer(TrainerServiceServicer):
         quotas: Quotas,
         tokenizer_files: Mapping[str, bytes],
         ask_for: Callable[[RunRecord], None],
+        hub: WatchHub,
+        uploads: AdapterUploads,
     ) -> None:
         """`ask_for` has a run restored that somebody waits for."""
         self._settings = settings
@@ -83,6 +88,8 @@ class TrainerServicer(TrainerServiceServicer):
         self._quotas = quotas
         self._tokenizer_files = tokenizer_files
         self._ask_for = ask_for
+        self._hub = hub
+        self._uploads = uploads
         self._conversations = ConversationRenderer(settings.model)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -95,11 +102,16 @@ class TrainerServicer(TrainerServiceServicer):
             max_datums=self._settings.max_datums,
             agreements=self._visible_agreements(),
             unserved_modules=sorted(self._lifecycle.unserved_modules()),
+            watchers=map(self._visible_watcher, self._hub.watchers()),
+            process=await asyncio.to_thread(process_info),
         )
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
         quotas = self._quotas.of(current_identity().tenant)
-        return pb.GetUsageResponse(quotas=map(codec.quota_to_proto, quotas))
+        free, total = await asyncio.to_thread(self._quotas.volume)
+        return pb.GetUsageResponse(
+            quotas=map(codec.quota_to_proto, quotas), volume_free_bytes=free, volume_total_bytes=total
+        )
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
         self._model(request.base_model)
@@ -135,6 +147,11 @@ class TrainerServicer(TrainerServiceServicer):
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         return pb.GetRunResponse(run=await self._public(self._run(request.run_id)))
 
+    async def UpdateRun(self, request: pb.UpdateRunRequest, context: Context) -> pb.UpdateRunResponse:
+        run = self._run(request.run_id)
+        await self._lifecycle.update(run, dict(request.set), request.remove)
+        return pb.UpdateRunResponse(run=await self._public(run))
+
     async def AttachRun(self, request: pb.AttachRunRequest, context: Context) -> pb.AttachRunResponse:
         run = self._run(request.run_id)
         attachment = await self._lifecycle.attach(run, request.request_id)
@@ -144,7 +161,7 @@ class TrainerServicer(TrainerServiceServicer):
         )
         newest = await self._checkpoints.newest_states.find_if_readable(run.run_id)
         return pb.AttachRunResponse(
-            run=run_to_proto(run.public(newest.path)),
+            run=run_to_proto(run.public(newest.path, self._quotas.run_bytes(run.run_id))),
             attachment=attachment,
             outstanding=[status_to_proto(status.without_reply()) for status in outstanding],
         )
@@ -222,6 +239,13 @@ class TrainerServicer(TrainerServiceServicer):
             else:
                 yield pb.DownloadCheckpointResponse(file=pb.CheckpointFile(name=part.name, size_bytes=part.size_bytes))
 
+    async def UploadCheckpoint(
+        self, request_iterator: AsyncIterator[pb.UploadCheckpointRequest], context: Context
+    ) -> pb.UploadCheckpointResponse:
+        identity = current_identity()
+        saved = await self._uploads.save(request_iterator, lambda run_id: self._registry.get(run_id, identity))
+        return pb.UploadCheckpointResponse(checkpoint=checkpoint_to_proto(saved))
+
     async def PublishWeights(self, request: pb.PublishWeightsRequest, context: Context) -> pb.PublishWeightsResponse:
         return cast("pb.PublishWeightsResponse", await self._in_order(request))
 
@@ -229,6 +253,21 @@ class TrainerServicer(TrainerServiceServicer):
         """Return the agreements of samplers on the base model and on versions of the caller's own runs."""
         mine = {"", *(run.run_id for run in self._registry.owned_by(current_identity()))}
         return [agreement for agreement in self._agreements.all() if agreement.model.run_id in mine]
+
+    def _visible_watcher(self, watcher: Watcher) -> pb.WatchingSampler:
+        """Describe a sampler, with the versions of the caller's own runs that it holds."""
+        newest = {run.run_id: run.latest_version for run in self._registry.owned_by(current_identity())}
+        versions = [
+            pb.HeldVersion(
+                run_id=run_id,
+                version=version,
+                newest=version == newest[run_id],
+                acknowledged=self._hub.is_acknowledged(watcher, (run_id, version)),
+            )
+            for run_id, version in sorted(watcher.held)
+            if run_id in newest
+        ]
+        return pb.WatchingSampler(sampler_id=watcher.sampler_id, versions=versions)
 
     def _model(self, name: str) -> ModelInfo:
         """Return the base model; an empty name means the one that is served."""
@@ -240,7 +279,7 @@ class TrainerServicer(TrainerServiceServicer):
         return self._registry.get(run_id, current_identity())
 
     async def _public(self, run: RunRecord) -> pb.Run:
-        return run_to_proto(run.public(await self._newest_state(run)))
+        return run_to_proto(run.public(await self._newest_state(run), self._quotas.run_bytes(run.run_id)))
 
     async def _newest_state(self, run: RunRecord) -> str:
         with _reading_checkpoints():
@@ -270,6 +309,7 @@ class TrainerServicer(TrainerServiceServicer):
                 raise command.refusal
             if run.state is RunState.LOST:  # no other caller has restored it meanwhile
                 await run.sequencer.rebase(command.seq_id)
+        run.use()
         return run, command
 
 

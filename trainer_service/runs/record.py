@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from paceline import errors
@@ -55,6 +55,10 @@ class RunRecord:
     base_sha256: str = ""
     """Identity of the base weights that the run was created on; empty if not known yet."""
     user_metadata: dict[str, str] = field(default_factory=dict)
+    last_use_time: datetime = field(default_factory=lambda: datetime.now(UTC))
+    """When a command was accepted last, a client attached, or the run was created."""
+    written_use_time: datetime | None = None
+    """The `last_use_time` that run.json has."""
     adapted_modules: tuple[str, ...] = ()
     step: int = 0
     gradient_tokens: int = 0
@@ -116,10 +120,15 @@ class RunRecord:
             counters.gradient_tokens,
         )
 
-    def public(self, latest_state_checkpoint: str, ended_by: int = 0) -> Run:
+    def use(self) -> None:
+        """Record that somebody works with the run now."""
+        self.last_use_time = datetime.now(UTC)
+
+    def public(self, latest_state_checkpoint: str, volume_bytes: int, ended_by: int = 0) -> Run:
         """Return the run as clients see it: after its newest executed command, never in the middle of a replay.
 
-        `latest_state_checkpoint` is the path of its newest state checkpoint; empty if there is none. The reply of a
+        `latest_state_checkpoint` is the path of its newest state checkpoint; empty if there is none. `volume_bytes` are
+        those that it has on the volume. The reply of a
         command that has done all but answer is `ended_by` it, and shows the run after it.
         """
         executed = ended_by or self.sequencer.executed
@@ -141,6 +150,8 @@ class RunRecord:
             damage=tuple(self.damage),
             executed_seq_id=executed,
             gradient_tokens=place.gradient_tokens if self.state is RunState.READY else 0,
+            volume_bytes=volume_bytes,
+            last_use_time=self.last_use_time,
         )
 
     def to_run_file(self) -> dict[str, Any]:
@@ -152,6 +163,7 @@ class RunRecord:
             "base_sha256": self.base_sha256,
             **_parameters_to_json(self.parameters),
             "create_time": self.create_time.isoformat(),
+            "last_use_time": self.last_use_time.isoformat(),
             "trainable_parameters": self.trainable_parameters,
             "request_id": self.request_id,
             "request_digest": self.request_digest,
@@ -184,12 +196,15 @@ class RunRecord:
         parameters = _pop_parameters(content)
         del content["last_seq_id"]  # the journal is authoritative
         sequencer.attach(content["attachment"])
+        used = datetime.fromisoformat(content.pop("last_use_time"))
         start = Counters(step=content["step"], next_version=content["version_limit"] + 1)
         return cls(
             sequencer=sequencer,
             snapshots=snapshots,
             parameters=parameters,
             create_time=datetime.fromisoformat(content.pop("create_time")),
+            last_use_time=used,
+            written_use_time=used,
             adapted_modules=tuple(content.pop("adapted_modules")),
             in_engine=False,
             is_restored=False,

@@ -210,8 +210,10 @@ class RunRegistry:
         Raises DiskFull, OSError.
         """
         if not record.is_deleted:
+            used = record.last_use_time
             content = {**record.to_run_file(), **changes}
             await asyncio.to_thread(write_run_file, self._volume.run(record.run_id), content)
+            record.written_use_time = used
 
     async def persist_if_possible(self, record: RunRecord) -> None:
         """Write what is useful after a restart but not essential: a disk that fails does not undo what was done."""
@@ -219,6 +221,12 @@ class RunRegistry:
             await self.persist(record)
         except (errors.DiskFull, OSError) as error:
             _log.warning("run's file not written; the next change writes it", run=record.run_id, error=str(error))
+
+    async def persist_uses(self) -> None:
+        """Write when each run was used last, where that has changed since it was written."""
+        for record in list(self._runs.values()):
+            if record.last_use_time != record.written_use_time:
+                await self.persist_if_possible(record)
 
     async def remove(self, record: RunRecord, *, keep_checkpoints: bool) -> None:
         """Delete a run, even if the disk is full. Kept checkpoints stay loadable by their owner's runs.

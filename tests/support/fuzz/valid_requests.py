@@ -17,8 +17,8 @@ ABOUT_NOTHING = frozenset(
     {"GetServerInfo", "GetTokenizer", "RenderConversations", "GetCapabilities", "GetUsage", "WhoAmI"}
 )
 """Methods whose requests name nothing that a tenant owns."""
-WITHOUT_VALID = frozenset({"WatchVersions", "UpdateWeights"})
-"""Methods without a valid request here: only samplers watch, and only a trainer pushes the bytes of a version."""
+WITHOUT_VALID = frozenset({"WatchVersions", "UpdateWeights", "UploadCheckpoint"})
+"""Methods without one valid request: only samplers watch, only a trainer pushes a version, and an upload has parts."""
 COMMANDS = frozenset({"ForwardBackward", "OptimStep", "SaveCheckpoint", "LoadCheckpoint", "PublishWeights"})
 """Methods whose requests are a run's commands, which Execute sends too."""
 TOKENS = np.arange(1, 5, dtype=np.int32)
@@ -53,6 +53,7 @@ def valid_request(method: MethodDescriptor, owned: Owned, seq_id: int = 1) -> Me
         "CreateRun": {"request_id": "hostile", "like_checkpoint": owned.state},
         "GetRun": run,
         "AttachRun": {**run, "request_id": "hostile"},
+        "UpdateRun": {**run, "set": {"name": "hostile"}},
         "DeleteRun": run,
         "ForwardBackward": {**command, "data": data, "loss_fn": "cross_entropy"},
         "OptimStep": {**command, "adamw": codec.optimizer_to_proto(AdamParams()).adamw},
