@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from paceline import errors, layout
@@ -37,6 +38,13 @@ class AdapterUploads:
 
         `find_run` returns the caller's run. Raises what UploadCheckpoint's contract names.
         """
+        try:
+            return await self._save(parts, find_run)
+        except errors.PacelineError:
+            await self._discard(parts)
+            raise
+
+    async def _save(self, parts: Parts, find_run: Callable[[str], RunRecord]) -> Checkpoint:
         first = await self._next(parts)
         if first is None or first.WhichOneof("part") != "header":
             raise errors.MissingField("send the header first", field="header")
@@ -98,6 +106,16 @@ class AdapterUploads:
             raise errors.ChecksumMismatch(
                 f"{file.name} has another SHA-256 than announced; send it again", field="file"
             )
+
+    async def _discard(self, parts: Parts) -> None:
+        """Read what is still sent, for a while.
+
+        gRPC's Python client loses the status of a call that ends while it is sending, here and in the gateway.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._silent_seconds):
+                async for _ in parts:
+                    pass
 
     async def _next(self, parts: Parts) -> pb.UploadCheckpointRequest | None:
         """Return the next part; None at the end."""

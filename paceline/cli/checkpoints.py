@@ -96,7 +96,7 @@ def save_checkpoint(
 @app.command("ttl")
 def set_ttl(
     path: PathOf,
-    ttl: Annotated[str, typer.Argument(metavar="7d|never", help="How long it is kept from now on.")],
+    ttl: Annotated[str, typer.Argument(metavar="TTL", help="How long it is kept from now on, such as 7d, or never.")],
     address: Address = None,
     api_key_file: KeyFile = None,
     as_json: AsJson = False,
@@ -158,7 +158,7 @@ def download_checkpoint(
 @app.command("push")
 def push_checkpoint(
     path: PathOf,
-    target: Annotated[str, typer.Argument(metavar="hub:ORG/NAME|DIR", help="A repository of the Hugging Face hub.")],
+    target: Annotated[str, typer.Argument(help="hub:ORG/NAME, a repository of the Hugging Face hub, or a directory.")],
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
     address: Address = None,
     api_key_file: KeyFile = None,
@@ -213,7 +213,11 @@ def merge_checkpoint(
         if found.kind is not CheckpointKind.SAMPLER:
             raise CommandFailed(f"{path} is a state; save the run's weights with --kind sampler and merge that")
         _download(service, found, Path(scratch) / "adapter")
-        merge(Path(scratch) / "adapter", model, directory)
+        try:
+            merge(Path(scratch) / "adapter", model, directory)
+        except (RuntimeError, ValueError) as failure:
+            reason = str(failure).splitlines()[0]
+            raise CommandFailed(f"{path} cannot be merged into {model}: {reason}; give its own base model") from failure
     if as_json:
         show_json({"path": found.path, "directory": str(directory)})
     else:

@@ -57,7 +57,7 @@ def rename_run(
 @app.command("tag")
 def tag_run(
     run: RunName,
-    tags: Annotated[list[str], typer.Argument(metavar="KEY=VALUE|KEY-...", help="KEY=VALUE sets, KEY- removes.")],
+    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="KEY=VALUE sets an entry, KEY- removes one.")],
     address: Address = None,
     api_key_file: KeyFile = None,
     as_json: AsJson = False,

@@ -6,7 +6,7 @@ The sampler tokenizes and applies the chat template, as for OpenAI's clients, so
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def find_weights(service: ServiceClient, named: str) -> ModelRef:
     return ModelRef(run_id=run_id, version=int(version) if at else None)
 
 
-def complete(service: ServiceClient, model: ModelRef, prompt: str, settings: Mapping[str, Any]) -> Iterator[Piece]:
+def complete(service: ServiceClient, model: ModelRef, prompt: str, settings: Mapping[str, Any]) -> Generator[Piece]:
     """Yield completions of a prompt."""
     for served, event in _events(service, model, pb.TEXT_ENDPOINT_COMPLETIONS, {"prompt": prompt, **settings}):
         for choice in event.get("choices", ()):
@@ -60,7 +60,7 @@ def complete(service: ServiceClient, model: ModelRef, prompt: str, settings: Map
 
 def answer(
     service: ServiceClient, model: ModelRef, messages: list[dict[str, str]], settings: Mapping[str, Any]
-) -> Iterator[Piece]:
+) -> Generator[Piece]:
     """Yield the answer to a conversation."""
     body = {"messages": messages, **settings}
     for served, event in _events(service, model, pb.TEXT_ENDPOINT_CHAT_COMPLETIONS, body):

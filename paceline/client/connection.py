@@ -38,7 +38,7 @@ class Timeouts:
     """
 
     training: float = 600.0
-    """Commands of a run, creating or deleting a run, rendering conversations, and downloading a checkpoint.
+    """Commands of a run, creating or deleting a run, rendering conversations, and moving a checkpoint up or down.
 
     The time of a command begins again whenever a command of its run before it is answered.
     """

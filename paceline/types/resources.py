@@ -63,7 +63,7 @@ class Run(ShortRepr):
     volume_bytes: int = 0
     """Bytes that it has on the checkpoint volume."""
     last_use_time: datetime | None = None
-    """When a command of it was accepted last, or a client attached; up to a minute earlier after a kill."""
+    """When a command of it arrived last, or a client attached; up to a minute earlier after a kill."""
 
 
 @dataclass(frozen=True, slots=True)

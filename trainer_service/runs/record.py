@@ -56,7 +56,7 @@ class RunRecord:
     """Identity of the base weights that the run was created on; empty if not known yet."""
     user_metadata: dict[str, str] = field(default_factory=dict)
     last_use_time: datetime = field(default_factory=lambda: datetime.now(UTC))
-    """When a command was accepted last, a client attached, or the run was created."""
+    """When a command arrived last, a client attached, or the run was created."""
     written_use_time: datetime | None = None
     """The `last_use_time` that run.json has."""
     adapted_modules: tuple[str, ...] = ()

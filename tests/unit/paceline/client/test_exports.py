@@ -82,6 +82,8 @@ SERVICE_METHODS = frozenset(
         "list_runs",
         "render_conversations",
         "set_checkpoint_ttl",
+        "update_run",
+        "upload_checkpoint",
         "whoami",
     ]
 )
@@ -121,6 +123,7 @@ NOT_FOR_CLIENTS = {
     "prometheus_client",
     "uvloop",
     "rich",
+    "typer",
     "trainer_service",
     "sampler_service",
     "gateway",
