@@ -154,6 +154,7 @@ class Catalog(Connected):
         InvalidName, CheckpointExists, CheckpointMismatch (also a directory that is no adapter), ChecksumMismatch,
         InvalidArgument, NonFinite, DiskFull, QuotaExceeded.
         """
+        _check_directory(directory)
         header = codec.make(pb.UploadHeader, run_id=run_id, name=name, ttl_seconds=ttl_seconds, overwrite=overwrite)
         return await self.transport.submit(upload(self.transport, header, Path(directory)))
 
@@ -168,8 +169,7 @@ class Catalog(Connected):
         PEFT and vLLM can load a sampler checkpoint of a LoRA run. Errors: InvalidPath, CheckpointNotFound,
         ChecksumMismatch (a file, which it names, is damaged), FileExistsError (the directory is not empty).
         """
-        if not isinstance(directory, str | PathLike):
-            raise errors.InvalidArgument.of_type(directory, "the path of a directory", "directory")
+        _check_directory(directory)
         target = Path(directory)
         await self.transport.submit(_download(self.transport, path_of(path), target, progress or _unseen))
         return target
@@ -186,6 +186,11 @@ class Catalog(Connected):
         return codec.checkpoint_from_proto(reply.checkpoint)
 
     set_checkpoint_ttl = blocking(set_checkpoint_ttl_async)
+
+
+def _check_directory(directory: object) -> None:
+    if not isinstance(directory, str | PathLike):
+        raise errors.InvalidArgument.of_type(directory, "the path of a directory", "directory")
 
 
 def _unseen(_: int) -> None:
