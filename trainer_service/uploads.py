@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from paceline import errors, layout
@@ -52,15 +52,20 @@ class AdapterUploads:
         run = find_run(header.run_id)
         name = layout.check_name(header.name)
         path = CheckpointPath(run.run_id, CheckpointKind.SAMPLER, name)
-        most = run.state_bytes(CheckpointKind.SAMPLER) + _MAX_HEADER_BYTES
-        self._guard.check_quota(run.tenant, most)
+        limits = {
+            layout.CONFIG_FILE: _MAX_CONFIG_BYTES,
+            layout.WEIGHTS_FILE: run.state_bytes(CheckpointKind.SAMPLER) + _MAX_HEADER_BYTES,
+        }
+        with ExitStack() as reserved:  # until what was written is measured
 
-        async def receive(directory: Path) -> None:
-            await asyncio.to_thread(self._guard.check_free, directory, most)
-            await self._receive(parts, directory, {layout.CONFIG_FILE: _MAX_CONFIG_BYTES, layout.WEIGHTS_FILE: most})
-            await asyncio.to_thread(check_adapter, directory, run.parameters)
+            def make_room(directory: Path, size: int) -> None:
+                self._guard.check_free(directory, size)
+                reserved.enter_context(self._guard.reserve(run.tenant, size))
 
-        with self._guard.reserve(run.tenant, most):
+            async def receive(directory: Path) -> None:
+                await self._receive(parts, directory, limits, make_room)
+                await asyncio.to_thread(check_adapter, directory, run.parameters)
+
             return await self._checkpoints.save(
                 path,
                 receive,
@@ -71,8 +76,13 @@ class AdapterUploads:
                 overwrite=header.overwrite,
             )
 
-    async def _receive(self, parts: Parts, directory: Path, limits: dict[str, int]) -> None:
-        """Write the files of an upload; each may have as many bytes as `limits` says."""
+    async def _receive(
+        self, parts: Parts, directory: Path, limits: dict[str, int], make_room: Callable[[Path, int], None]
+    ) -> None:
+        """Write the files of an upload; each may have as many bytes as `limits` says.
+
+        `make_room` reserves the bytes of a file, before any is written.
+        """
         missing = set(limits)
         while (part := await self._next(parts)) is not None:
             file = part.file
@@ -85,6 +95,7 @@ class AdapterUploads:
                 message = f"is {file.size_bytes}; the run's {file.name} has at most {limits[file.name]} bytes"
                 raise errors.OutOfRange(message, field="file.size_bytes")
             missing.discard(file.name)
+            await asyncio.to_thread(make_room, directory, file.size_bytes)
             await self._receive_file(parts, directory / file.name, file)
         if missing:
             raise errors.MissingField(f"{min(missing)} was not sent; send both files", field="file")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime, timedelta
 from time import monotonic
 
 import grpc
@@ -315,6 +316,10 @@ async def test_capabilities_leave_out_a_service_that_is_down(tmp_path):
         reply = await client.gateway.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=auth)
         assert [(model.trainable, model.sampleable) for model in reply.models] == [(False, True)]
         assert not reply.loss_fns
+        services = [(one.kind, one.sampler_id, one.reachable) for one in reply.services]
+        assert services == [("gateway", "", True), ("trainer", "", False), ("sampler", "sampler", True)]
+        assert reply.services[0].process.memory_bytes > 0
+        assert abs(reply.time.ToDatetime(UTC) - datetime.now(UTC)) < timedelta(minutes=1)
     async with gateway(free_port(), [free_port()], tmp_path / "keys.json") as client:
         call = client.gateway.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=auth)
         assert isinstance(await failure(call), errors.UpstreamUnavailable)

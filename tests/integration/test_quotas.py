@@ -131,3 +131,18 @@ def test_a_tenant_samples_while_another_floods(service, other):
         for flooder in flooders:
             flooder.result()
     assert quotas(service)["completions"].used == 0
+
+
+def test_an_upload_counts_and_is_refused_beyond_the_quota(service, tmp_path):
+    training = service.create_lora_training_client(rank=8)
+    before = quotas(service)["volume_bytes"].used
+    made = service.download_checkpoint(training.save_weights_for_sampler("own").result(), tmp_path / "own")
+    own = quotas(service)["volume_bytes"].used - before
+    with pytest.raises(errors.QuotaExceeded) as refused:
+        for number in range(1000):
+            service.upload_checkpoint(training.run_id, made, f"theirs-{number}")
+    assert refused.value.metadata["quota"] == "volume_bytes"
+    left = quotas(service)["volume_bytes"]
+    assert VOLUME_BYTES - own < left.used <= VOLUME_BYTES
+    service.delete_run(training.run_id, delete_checkpoints=True)
+    assert quotas(service)["volume_bytes"].used == 0
