@@ -213,7 +213,8 @@ class RunLifecycle:
         try:
             async with record.persisting:  # also keeps two requests from getting one number
                 number = record.attached.get(request_id, record.attachment + 1)
-                record.use()
+                if request_id not in record.attached:
+                    record.use()
                 newest = max(number, record.attachment)
                 attached = dict([*{**record.attached, request_id: number}.items()][-_KNOWN_CLIENTS:])
                 await self._registry.write(record, attachment=newest, attached=attached)
