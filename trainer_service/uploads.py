@@ -58,12 +58,12 @@ class AdapterUploads:
         }
         with ExitStack() as reserved:  # until what was written is measured
 
-            def make_room(directory: Path, size: int) -> None:
+            def reserve(directory: Path, size: int) -> None:
                 self._guard.check_free(directory, size)
                 reserved.enter_context(self._guard.reserve(run.tenant, size))
 
             async def receive(directory: Path) -> None:
-                await self._receive(parts, directory, limits, make_room)
+                await self._receive(parts, directory, limits, reserve)
                 await asyncio.to_thread(check_adapter, directory, run.parameters)
 
             return await self._checkpoints.save(
@@ -77,11 +77,11 @@ class AdapterUploads:
             )
 
     async def _receive(
-        self, parts: Parts, directory: Path, limits: dict[str, int], make_room: Callable[[Path, int], None]
+        self, parts: Parts, directory: Path, limits: dict[str, int], reserve: Callable[[Path, int], None]
     ) -> None:
         """Write the files of an upload; each may have as many bytes as `limits` says.
 
-        `make_room` reserves the bytes of a file, before any is written.
+        `reserve` reserves the bytes of a file, before any is written.
         """
         missing = set(limits)
         while (part := await self._next(parts)) is not None:
@@ -95,7 +95,7 @@ class AdapterUploads:
                 message = f"is {file.size_bytes}; the run's {file.name} has at most {limits[file.name]} bytes"
                 raise errors.OutOfRange(message, field="file.size_bytes")
             missing.discard(file.name)
-            await asyncio.to_thread(make_room, directory, file.size_bytes)
+            await asyncio.to_thread(reserve, directory, file.size_bytes)
             await self._receive_file(parts, directory / file.name, file)
         if missing:
             raise errors.MissingField(f"{min(missing)} was not sent; send both files", field="file")

@@ -232,9 +232,9 @@ def test_an_upload_that_breaks_the_order_of_its_parts_is_refused(service, traini
     assert service.list_checkpoints(training.run_id) == []
 
 
-def test_an_upload_that_falls_silent_is_given_up(service, training):
+def test_an_upload_that_falls_silent_is_given_up(cluster, service, training):
     async def send():
-        call = service.transport.trainer.UploadCheckpoint(metadata=service.transport._metadata)
+        call = service.transport.trainer.UploadCheckpoint(metadata=[("authorization", f"Bearer {cluster.api_key}")])
         await call.write(header(training))
         return await call.code()
 
