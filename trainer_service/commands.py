@@ -40,6 +40,7 @@ from trainer_service.runs.pending import READING
 from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
+from trainer_service.service_metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
 
 _Method = Callable[[RunRecord, Command, Any, CommandProgress], Awaitable[Outcome]]
@@ -319,8 +320,10 @@ class RunExecutor:
         policy: SnapshotPolicy,
         failpoints: Failpoints,
         foreground: Foreground,
+        metrics: TrainerMetrics,
     ) -> None:
         self.counters = run.counters
+        self._metrics = metrics
         self._foreground = foreground
         self._run = run
         self._executor = executor
@@ -339,13 +342,18 @@ class RunExecutor:
 
     async def execute(self, command: Command, progress: CommandProgress) -> Outcome:
         start = perf_counter()
+        if command.arrived_at is not None:
+            self._metrics.waited(self._run.tenant, start - command.arrived_at)
         # A command that only reads may wait for samplers or for the disk, without the engine.
         is_computing = nullcontext() if command.method in READING else self._foreground.working()
         try:
             with is_computing:
                 return await self._executor.execute(self._run, command, progress)
         finally:
-            self._seconds += perf_counter() - start
+            seconds = perf_counter() - start
+            self._seconds += seconds
+            self._run.unsaved_seconds += seconds
+            self._metrics.executed(command.method, seconds)
 
     def abandon(self, command: Command) -> None:
         if command.method == "PublishWeights":
@@ -382,7 +390,7 @@ class RunExecutor:
         It is completed when every command up to `seq_id` is answered and every version that they published is on the
         volume: until then one of them may have to execute again.
         """
-        sequencer, snapshots = self._run.sequencer, self._run.snapshots
+        sequencer, snapshots, covered = self._run.sequencer, self._run.snapshots, self._run.unsaved_seconds
         self._commands, self._seconds, self._bytes = 0, 0.0, sequencer.journal.appended_bytes
         place = self._run.counters()
 
@@ -395,9 +403,11 @@ class RunExecutor:
         try:
             await sequencer.journal.rotate()
             await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
+            self._run.unsaved_seconds -= covered
             first_kept = await sequencer.journal.drop(await asyncio.to_thread(snapshots.drop_old))
             await asyncio.to_thread(snapshots.unpin, first_kept)
         except (errors.PacelineError, OSError) as error:
+            self._metrics.snapshot_failures.inc()
             _log.warning("snapshot not saved; the journal is kept", run=self._run.run_id, error=str(error))
         finally:
             captured.set()

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from time import perf_counter
 
 from paceline import errors
 from paceline.base_model.base_weights import check_same_base
@@ -36,6 +37,7 @@ from trainer_service.runs.progress import CommandProgress
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage, StoredCommands
+from trainer_service.service_metrics import TrainerMetrics
 
 _log = get_logger(__name__)
 
@@ -66,6 +68,7 @@ class Recovery:
         spawn: Callable[[Coroutine[None, None, None]], object],
         checkpoints: CheckpointStore,
         registry: RunRegistry,
+        metrics: TrainerMetrics,
     ) -> None:
         self._engine = engine
         self._storage = storage
@@ -77,6 +80,7 @@ class Recovery:
         self._spawn = spawn
         self._checkpoints = checkpoints
         self._registry = registry
+        self._metrics = metrics
         self._deaths: Counter[str] = Counter()
         """Consecutive engine deaths during the replay of a run's answered commands, by run."""
         self._foreground = Foreground()
@@ -93,7 +97,9 @@ class Recovery:
 
     def _run_executor(self, run: RunRecord) -> RunExecutor:
         engine, policy, failpoints = self._engine, self._policy, self._failpoints
-        return RunExecutor(run, self._commands, engine, self._publisher, policy, failpoints, self._foreground)
+        return RunExecutor(
+            run, self._commands, engine, self._publisher, policy, failpoints, self._foreground, self._metrics
+        )
 
     def ask(self, run: RunRecord) -> None:
         """Restore a run next, unless it is restored: somebody waits for it."""
@@ -243,11 +249,14 @@ class Recovery:
         if past.snapshot is not None and past.first == past.snapshot.seq_id + 1:
             await self._engine.load_state(run.run_id, past.snapshot.directory, with_optimizer=True)
         place = past.counters_before(past.first)
+        run.unsaved_seconds = 0.0
         replayed = [seq_id for seq_id in past.history.commands if past.first <= seq_id <= run.sequencer.executed]
         for seq_id in replayed:
             await self._give_way(run)
             if before := past.history.answers.get(seq_id):
+                start = perf_counter()
                 await self._replay(run, Command.from_record(past.history.commands[seq_id]), before)
+                run.unsaved_seconds += perf_counter() - start
                 place = before.counters
             elif seq_id in run.sequencer.overtaken:  # a save or a publish: it reads the state that is rebuilt so far
                 run.set_place(place)

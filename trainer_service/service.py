@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from paceline import errors, layout
 from paceline.background import Background
@@ -23,7 +21,7 @@ from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.steady_clock import SteadyClock
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
-from paceline.types import ModelCertificate, ModelInfo, PackingMode, RunState
+from paceline.types import ModelCertificate, ModelInfo, RunState
 from trainer_service.backoff import backoff
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.commands import CommandExecutor, SnapshotPolicy
@@ -47,6 +45,13 @@ from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
+from trainer_service.service_metrics import (
+    CertificateMetrics,
+    RunMetrics,
+    TrainerMetrics,
+    WatchMetrics,
+    add_disk_metrics,
+)
 from trainer_service.settings import TrainerSettings
 from trainer_service.text import read_tokenizer_files
 from trainer_service.uploads import AdapterUploads
@@ -71,6 +76,7 @@ class TrainerService:
     def __init__(self, settings: TrainerSettings, metrics: CollectorRegistry) -> None:
         self._settings = settings
         self._volume = layout.Volume(settings.checkpoint_dir)
+        self._metrics = TrainerMetrics(metrics)
         failpoints = Failpoints(settings.failpoints)
         waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant)
         self._guard = guard = DiskGuard(settings.min_free_bytes, self._volume, settings.max_volume_bytes_per_tenant)
@@ -81,6 +87,7 @@ class TrainerService:
         self._clock = SteadyClock()
         self._checkpoints = CheckpointStore(self._volume, failpoints, guard, self._clock)
         self._hub = WatchHub()
+        WatchMetrics(self._hub, metrics)
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._hub)
         self._engine = EngineProcess(
@@ -118,6 +125,7 @@ class TrainerService:
             self._background.spawn,
             self._checkpoints,
             self._registry,
+            self._metrics,
         )
         self._publisher.on_missing = self._recovery.ask
         self._lifecycle = RunLifecycle(
@@ -133,8 +141,8 @@ class TrainerService:
         self._lock: FolderLock | None = None
         self._tokenizer_files: Mapping[str, bytes] = {}
         self._restarting = False
-        Gauge("paceline_trainer_runs", "Runs", registry=metrics).set_function(lambda: len(list(self._registry)))
-        Gauge("paceline_trainer_watchers", "Samplers that watch", registry=metrics).set_function(self._hub.count)
+        RunMetrics(self._registry, settings.snapshot_seconds, metrics)
+        add_disk_metrics(settings, metrics)
         Gauge(
             "paceline_trainer_group_members", "Samplers in the process group of the bridge collective", registry=metrics
         ).set_function(self._group.count)
@@ -262,6 +270,7 @@ class TrainerService:
             return
         await self._readiness.set(False)
         model = await self._retry_restart()
+        self._metrics.engine_restarts.inc()
         self._restarting = False
         self._log_ready(model)
         await self._readiness.set(True)
@@ -294,43 +303,6 @@ class TrainerService:
                     _log.info("checkpoint expired", path=path)
             except OSError as error:  # affects the whole volume, for example no free descriptors
                 _log.error("expiring checkpoints failed; retrying", error=str(error))
-
-
-class CertificateMetrics(Collector):
-    """Reads at each scrape the certificate that GetServerInfo returns; empty until an engine has loaded a model."""
-
-    def __init__(self, describe: Callable[[], ModelInfo], registry: CollectorRegistry) -> None:
-        """`describe` returns the loaded model, and raises EngineUnavailable while there is none."""
-        self._describe = describe
-        registry.register(self)
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        yield from _families(None)
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        try:
-            certificate = self._describe().certificate
-        except errors.EngineUnavailable:
-            return
-        yield from _families(certificate)
-
-
-def _families(found: ModelCertificate | None) -> Iterator[GaugeMetricFamily]:
-    prefix = "paceline_trainer_certificate"
-    difference = GaugeMetricFamily(
-        f"{prefix}_difference", "Difference between this engine and stock transformers", labels=("of",)
-    )
-    bound = GaugeMetricFamily(f"{prefix}_bound", "Upper bound on that difference from rounding", labels=("of",))
-    seconds = GaugeMetricFamily(f"{prefix}_seconds", "Time that the check took at the last load")
-    packs = GaugeMetricFamily(f"{prefix}_packs", "1 if sequences share passes, else 0", labels=("attention",))
-    if found is not None:
-        difference.add_metric(("logprobs",), found.logprob_difference)
-        difference.add_metric(("gradients",), found.gradient_difference)
-        bound.add_metric(("logprobs",), found.logprob_bound)
-        bound.add_metric(("gradients",), found.gradient_bound)
-        seconds.add_metric((), found.seconds)
-        packs.add_metric((found.attention,), float(found.packing is PackingMode.PACKED))
-    yield from (difference, bound, seconds, packs)
 
 
 def _certificate_fields(certificate: ModelCertificate) -> dict[str, str | float]:

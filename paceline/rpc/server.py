@@ -28,6 +28,7 @@ from paceline.files.secret_files import read_pem
 from paceline.log import configure_logging, get_logger
 from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
 from paceline.rpc.port_limits import health_options, serve_metrics, service_options
+from paceline.rpc.process_metrics import add_process_metrics
 from paceline.settings import ServiceSettings
 
 _log = get_logger(__name__)
@@ -135,6 +136,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    add_process_metrics(service.name, registry)
     if settings.metrics_listen:
         serve_metrics(settings.metrics_listen, registry)
     readiness = Readiness(service.service_names)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
+from time import monotonic
 
 from paceline import errors
 from paceline.codec.models import served_model_from_proto
@@ -57,14 +58,35 @@ class Watcher:
     """Distinguishes a sampler that reconnects from another one of the same name; empty if not reported."""
     outbox: asyncio.Queue[pb.WatchVersionsResponse | errors.PacelineError | None] = field(default_factory=asyncio.Queue)
     """Messages to the sampler; an error or None ends its watch."""
+    _behind: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Run -> its newest version that was announced and not acknowledged, and since when the sampler stands still."""
 
     def announce(self, announcement: pb.Announcement) -> None:
         """Queue the announcement of a version."""
+        model = announcement.manifest.model
+        if self.held.get((model.run_id, model.version)) != model.blake3:
+            version, since = self._behind.get(model.run_id, (0, monotonic()))
+            self._behind[model.run_id] = max(version, model.version), since
         self.outbox.put_nowait(pb.WatchVersionsResponse(announcement=announcement))
 
     def forget_run(self, run_id: str) -> None:
         """Queue the message that a run was deleted."""
+        self._behind.pop(run_id, None)
         self.outbox.put_nowait(pb.WatchVersionsResponse(run_deleted=pb.RunDeleted(run_id=run_id)))
+
+    def acknowledged(self, key: VersionKey, blake3: str) -> None:
+        """Record that the sampler holds a version."""
+        self.held[key] = blake3
+        run_id, number = key
+        version, _ = self._behind.get(run_id, (0, 0.0))
+        if number >= version:
+            self._behind.pop(run_id, None)
+        else:  # it follows, though later ones were announced meanwhile
+            self._behind[run_id] = version, monotonic()
+
+    def seconds_behind(self) -> float:
+        """Return how long the sampler has lacked a run's newest version and loaded none of that run's; 0 for none."""
+        return max((monotonic() - since for _, since in list(self._behind.values())), default=0.0)
 
     def needs(self, model: ServedModel) -> bool:
         """Return whether to announce a run's newest version to a sampler that joins.
@@ -212,7 +234,7 @@ class WatchHub:
             refusal = pb.Refusal(run_id=ack.run_id, version=ack.version, reason=reason, message=message)
             await self.refuse(watcher, refusal)
         else:
-            watcher.held[key] = ack.blake3
+            watcher.acknowledged(key, ack.blake3)
             if announced is not None:
                 self._acks[key][watcher.sampler_id] = ack
                 self._refusals[key].pop(watcher.sampler_id, None)

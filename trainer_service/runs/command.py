@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -60,6 +61,8 @@ class Command:
     """The request as its executor takes it, decoded and checked; None if that was not done yet."""
     refusal: errors.PacelineError | None = None
     """Error that a command answers which was refused before its turn."""
+    arrived_at: float | None = field(default=None, compare=False, repr=False)
+    """Seconds of `perf_counter`; None for one that was read from a journal."""
 
     @classmethod
     def of(cls, request: Any, tenant: str) -> Command:
@@ -69,7 +72,8 @@ class Command:
         payload = request.SerializeToString(deterministic=True)
         method = type(request).__name__.removesuffix("Request")
         digest = request_digest(f"{method}Request", payload)
-        return cls(request.seq_id, method, tenant, attachment, len(payload), digest, payload, request)
+        size, arrived_at = len(payload), perf_counter()
+        return cls(request.seq_id, method, tenant, attachment, size, digest, payload, request, arrived_at=arrived_at)
 
     @classmethod
     def from_record(cls, record: CommandRecord, *, is_cancelled: bool = False) -> Command:

@@ -91,6 +91,8 @@ class RunRecord:
     """Whether the run's files are deleted."""
     damage: list[str] = field(default_factory=list)
     """Names in the run's folder of files and directories that were damaged and set aside."""
+    unsaved_seconds: float = 0.0
+    """Execution that no snapshot has: about what a restart would replay."""
     announcing: FifoGate = field(default_factory=FifoGate)
     """Orders concurrent publishes, so that versions are announced in order."""
 

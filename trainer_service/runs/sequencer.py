@@ -256,6 +256,11 @@ class Sequencer:
         """Commands that have not ended, in order."""
         return sorted(key for key, one in self._waiting.by_seq_id.items() if not one.state.has_ended)
 
+    def states(self) -> Counter[CommandState]:
+        """Return how many commands that have not ended are in each state. Thread-safe."""
+        pending = list(self._waiting.by_seq_id.values())
+        return Counter(one.state.public for one in pending if not one.state.has_ended)
+
     @property
     def must_publish(self) -> bool:
         """Whether a PublishWeights that was accepted has no answer."""

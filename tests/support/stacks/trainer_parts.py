@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from paceline import layout
@@ -31,6 +32,7 @@ from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
+from trainer_service.service_metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
 
 TEAM = "team"
@@ -88,6 +90,7 @@ class TrainerParts:
             self._spawn,
             checkpoints,
             self._registry,
+            TrainerMetrics(CollectorRegistry()),
         )
         self.lifecycle = RunLifecycle(
             64, self._engine, self._registry, checkpoints, self.publisher, self.recovery.start

@@ -7,7 +7,8 @@ from prometheus_client import CollectorRegistry
 from paceline.errors import EngineUnavailable
 from paceline.rpc.server import Readiness
 from paceline.types import ModelCertificate, ModelInfo, PackingMode
-from trainer_service.service import CertificateMetrics, TrainerService
+from trainer_service.service import TrainerService
+from trainer_service.service_metrics import CertificateMetrics
 from trainer_service.settings import TrainerSettings
 
 CERTIFICATE = ModelCertificate(

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from support.stacks.journaled import Executor
 
 from paceline import errors, layout
@@ -32,8 +33,10 @@ from trainer_service.runs.deletion import DeletedRuns
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
+from trainer_service.service_metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
 
+METRICS = TrainerMetrics(CollectorRegistry())
 TEAM = Identity("team")
 RUN, OTHER = (layout.new_run_id() for _ in range(2))
 
@@ -425,7 +428,7 @@ async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volu
         gate, policy = ByteGate(1), SnapshotPolicy(1000, 1 << 30, 1e9)
         doing = Rebuilding(gate)
         recovery = Recovery(
-            doing, storage, doing, doing, policy, gate, NO_FAILPOINTS, asyncio.ensure_future, None, registry
+            doing, storage, doing, doing, policy, gate, NO_FAILPOINTS, asyncio.ensure_future, None, registry, METRICS
         )
         await asyncio.gather(*(recovery.recover(run) for run in registry))
         assert doing.used == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
@@ -485,6 +488,7 @@ async def test_a_step_whose_answer_found_no_space_is_in_the_run_that_is_rebuilt(
                 asyncio.ensure_future,
                 None,
                 registry,
+                METRICS,
             )
             await recovery.recover(run)
         assert doing.replayed == [3, 4, 5, 6]
