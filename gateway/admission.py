@@ -199,6 +199,12 @@ class FairQueue:
                 self._take(following)
                 turn.set_result(None)
 
+    def by_tenant(self) -> dict[str, tuple[int, int]]:
+        """Return how many calls of each tenant are in flight, and how many wait. Thread-safe."""
+        waiting = {tenant: len(queue) for tenant, queue in list(self._waiting.items())}
+        in_flight = dict(self._by_tenant)
+        return {tenant: (in_flight.get(tenant, 0), waiting.get(tenant, 0)) for tenant in {*waiting, *in_flight}}
+
     def _has_place(self, tenant: str) -> bool:
         return self._in_flight < self._max_in_flight and self._by_tenant[tenant] < self._max_per_tenant
 

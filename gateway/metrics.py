@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from gateway.admission import FairQueue
 from gateway.proxy import Router
 
 
@@ -30,6 +31,41 @@ class SamplerMetrics(Collector):
     def _family(self) -> GaugeMetricFamily:
         description = "1 if the sampler gets no calls because its base model is not the trainer's"
         return GaugeMetricFamily("paceline_gateway_sampler_unused", description, labels=("target",))
+
+
+class CallMetrics(Collector):
+    """Reads at each scrape which services the gateway can call, and each tenant's calls, forwarded and waiting."""
+
+    def __init__(self, router: Router, queue: FairQueue, registry: CollectorRegistry) -> None:
+        self._router = router
+        self._queue = queue
+        registry.register(self)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield from self._families()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        ready, calls = self._families()
+        for upstream in (self._router.trainer, *self._router.samplers):
+            ready.add_metric((upstream.name, upstream.target), upstream.ready)
+        for tenant, (forwarded, waiting) in sorted(self._queue.by_tenant().items()):
+            calls.add_metric((tenant, "forwarded"), forwarded)
+            calls.add_metric((tenant, "waiting"), waiting)
+        yield from (ready, calls)
+
+    def _families(self) -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+        return (
+            GaugeMetricFamily(
+                "paceline_gateway_upstream_ready",
+                "1 if the service is connected and has said its base model",
+                labels=("upstream", "target"),
+            ),
+            GaugeMetricFamily(
+                "paceline_gateway_calls",
+                "Calls by tenant: forwarded, or waiting for their turn",
+                labels=("tenant", "state"),
+            ),
+        )
 
 
 def add_http_metric(trouble: Callable[[], str], registry: CollectorRegistry) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from paceline.rpc.tenant_labels import TenantLabels
 from sampler_service.engine.protocol import LoadTimes
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.1, 0.3, 1, 3, 10, 60)
@@ -30,6 +31,11 @@ class SamplerMetrics:
         self.completions_waiting = gauge(
             "paceline_sampler_completions_waiting", "Completions that wait for their tenant's turn in the engine"
         )
+        self._queue_wait_seconds = histogram(
+            "paceline_sampler_queue_wait_seconds", "Waiting for the tenant's turn in the engine", ["tenant"]
+        )
+        self._tenants = TenantLabels()
+        self.watching = gauge("paceline_sampler_watching", "1 while the sampler watches its trainer")
         self.requests_queued = gauge(
             "paceline_sampler_requests_queued", "Requests that wait for the engine's model to change"
         )
@@ -58,6 +64,10 @@ class SamplerMetrics:
         self.apply_seconds = histogram(
             "paceline_sampler_apply_seconds", "From a version's announcement to its being active"
         )
+
+    def queued(self, tenant: str, seconds: float) -> None:
+        """Observe how long a request of a tenant waited for its turn in the engine."""
+        self._queue_wait_seconds.labels(self._tenants.of(tenant)).observe(seconds)
 
     def observe_load(self, times: LoadTimes) -> None:
         """Record the breakdown of a version's load time."""

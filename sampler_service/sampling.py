@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from math import isnan
+from time import perf_counter
 from typing import cast
 from uuid import uuid4
 
@@ -29,7 +30,7 @@ from sampler_service.engine.protocol import (
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.openai_sampling import named_as_sent
 from sampler_service.scheduling.admission import Admission, Usage
-from sampler_service.scheduling.tenant_queue import TenantQueue
+from sampler_service.scheduling.tenant_queue import TakenPlaces, TenantQueue
 from sampler_service.stores.base import Lease, Versions
 from sampler_service.validation import (
     RequestLimits,
@@ -110,7 +111,7 @@ class Sampler:
             raise errors.InvalidShape("has 1 token; send at least 2", field="tokens")
         self._check_agreement(ref, tenant)
         with self._admission.admit(tenant, Usage(1, len(tokens)), self._engine.num_running()):
-            async with self._registry.lease(ref, tenant) as lease, self._queue.places(tenant, 1) as places:
+            async with self._registry.lease(ref, tenant) as lease, self._places(tenant, 1) as places:
                 logprobs = await self._engine.compute_logprobs(tokens.tolist(), lease.adapter, tenant, places.priority)
                 _check_current(lease)
                 _check_numbers(logprobs[1:].tolist(), lease.served)
@@ -129,7 +130,7 @@ class Sampler:
             async def place(prompt: int, completions: int, each: int) -> AsyncIterator[int]:
                 usage = Usage(completions, prompt + completions * each)
                 with self._admission.admit(tenant, usage, self._engine.num_running()):
-                    async with self._queue.places(tenant, completions) as places:
+                    async with self._places(tenant, completions) as places:
                         yield places.priority
 
             def see(logprobs: Iterable[float]) -> None:
@@ -162,6 +163,14 @@ class Sampler:
         return Counter(entry.tenant for entry in self._registry)
 
     @asynccontextmanager
+    async def _places(self, tenant: str, completions: int) -> AsyncIterator[TakenPlaces]:
+        """Wait for a turn in the engine, and hold its places."""
+        start = perf_counter()
+        async with self._queue.places(tenant, completions) as places:
+            self._metrics.queued(tenant, perf_counter() - start)
+            yield places
+
+    @asynccontextmanager
     async def _generation(self, request: SampleRequest, tenant: str, delivery: Delivery) -> AsyncIterator[Generation]:
         check_sample(request, self._limits)
         self._check_agreement(request.ref, tenant)
@@ -173,7 +182,7 @@ class Sampler:
             await self._engine.check_constraint(request.params, partial(self._checks.places, tenant, 1))
             async with (
                 self._registry.lease(request.ref, tenant) as lease,
-                self._queue.places(tenant, computed) as places,
+                self._places(tenant, computed) as places,
             ):
 
                 def ended() -> None:

@@ -16,6 +16,7 @@ from paceline.layout import Volume
 from paceline.log import get_logger
 from paceline.rpc.channel import open_channel
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
+from paceline.rpc.process_metrics import add_free_bytes
 from paceline.rpc.quota_metrics import QuotaMetrics
 from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
@@ -30,6 +31,7 @@ from sampler_service.recovery import EngineKeeper
 from sampler_service.rpc.servicer import SamplerServicer
 from sampler_service.sampling import Sampler
 from sampler_service.scheduling.admission import Admission, ResourceLimits
+from sampler_service.scheduling.tenant_metrics import TenantMetrics
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.settings import SamplerSettings
 from sampler_service.stores.adapters import VersionRegistry
@@ -181,6 +183,10 @@ class SamplerService:
         metrics.versions_on_disk.set_function(lambda: len(disk))
         metrics.disk_bytes.set_function(lambda: sum(version.staged.manifest.total_size for version in disk))
         metrics.completions_running.set_function(self._engine.num_running)
+        name, staging = "paceline_sampler_{}_free_bytes", self._settings.staging_dir
+        add_free_bytes(name.format("staging"), "Free bytes of staging_dir's disk or memory", staging, self._registry)
+        if (scratch := self._settings.scratch_dir) is not None:
+            add_free_bytes(name.format("scratch"), "Free bytes of scratch_dir's disk", scratch, self._registry)
 
     def _make_versions(
         self, bridge: Bridge, resolver: VersionResolver, disk: DiskTier, readiness: Readiness
@@ -215,6 +221,7 @@ class SamplerService:
         )
         queue = TenantQueue(_AHEAD * settings.max_num_seqs, first_at_once=True)
         self._metrics.completions_waiting.set_function(lambda: queue.waiting)
+        TenantMetrics(queue, self._registry)
         most = settings.max_loaded_versions
         sampler = Sampler(
             self._engine,

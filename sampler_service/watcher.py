@@ -111,6 +111,7 @@ class VersionWatcher:
             told = isinstance(error, errors.Conflict | errors.BaseMismatch)
             return f"{error.reason}: {error.message}" if told else failure.code().name
         finally:
+            self._metrics.watching.set(0)
             self._outbox = None
             if self._offers is not None:
                 self._offers.clear()
@@ -149,6 +150,7 @@ class VersionWatcher:
             case "announcement":
                 self._announced(message.announcement)
             case "welcome":
+                self._metrics.watching.set(1)
                 self._resolver.welcomed(
                     message.welcome.trainer_instance, set(map(VersionKey.of, self._registry.held()))
                 )

@@ -83,6 +83,11 @@ class TenantQueue:
         self.waiting = 0
         """Number of waiting completions."""
 
+    def by_tenant(self) -> dict[str, tuple[int, int]]:
+        """Return the completions that wait, and those in the engine, of each tenant that has any. Thread-safe."""
+        numbers = {tenant: (sum(list(of.waiting.values())), of.running) for tenant, of in list(self._tenants.items())}
+        return {tenant: pair for tenant, pair in numbers.items() if any(pair)}
+
     @asynccontextmanager
     async def places(self, tenant: str, completions: int) -> AsyncIterator[TakenPlaces]:
         """Wait for a turn, and keep its places until each completion, or the block, ends."""
