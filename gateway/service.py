@@ -41,7 +41,7 @@ class GatewayService:
     def __init__(self, settings: GatewaySettings, registry: CollectorRegistry | None = None) -> None:
         """Read the keys. Metrics go to `registry`. Raises InvalidArgument that names the invalid setting."""
         self._settings = settings
-        self._registry = registry
+        self._registry = CollectorRegistry() if registry is None else registry
         self._authenticators = _authenticators(settings)
         self._queue = FairQueue(
             settings.max_in_flight, settings.max_in_flight_per_tenant, settings.max_queued_per_tenant
@@ -58,9 +58,8 @@ class GatewayService:
         named = [("trainer", settings.trainer), *(("sampler", target) for target in settings.samplers)]
         self._upstreams = [Upstream(name, target, settings.upstream_tls, settings.secret) for name, target in named]
         self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
-        if self._registry is not None:
-            SamplerMetrics(self._router, self._registry)
-            CallMetrics(self._router, self._queue, self._registry)
+        SamplerMetrics(self._router, self._registry)
+        CallMetrics(self._router, self._queue, self._registry)
         for upstream in self._upstreams:
             upstream.connect()
         with suppress(TimeoutError):
@@ -72,9 +71,8 @@ class GatewayService:
             except ImportError as error:
                 raise errors.InvalidArgument("needs FastAPI; install paceline[http]", field="http_listen") from error
             services = Services(self._router, settings.secret, self._queue, self._waiting_bytes)
-            edge = self._edge = HttpEdge(settings, self._authenticators, services, self._waiting_bytes)
-            if self._registry is not None:
-                add_http_metric(lambda: edge.trouble, self._registry)
+            edge = self._edge = HttpEdge(settings, self._authenticators, services, self._waiting_bytes, self._registry)
+            add_http_metric(lambda: edge.trouble, self._registry)
             await self._edge.start()
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, cast
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -24,6 +25,7 @@ from uvicorn.protocols.utils import get_remote_addr
 
 from gateway.admission import Authenticator
 from gateway.http.apis import HttpApis
+from gateway.http.http_metrics import HttpMetrics
 from gateway.http.listener import BACKLOG, Listener
 from gateway.http.metaclaw.bodies import BATCHES, MAX_BATCH_PARTS
 from gateway.http.middleware import AccessMiddleware
@@ -76,7 +78,9 @@ class HttpEdge:
         authenticators: Sequence[Authenticator],
         services: Services,
         waiting_bytes: WaitingBytes,
+        registry: CollectorRegistry,
     ) -> None:
+        """Metrics go to `registry`."""
         self._settings = settings
         self._authenticators = authenticators
         self._services = services
@@ -85,7 +89,15 @@ class HttpEdge:
         share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
         signed = {downloads.PREFIX: lambda token: self._open_apis().identify(token)}
         guarded = AccessMiddleware(
-            self._answer, authenticators, waiting_bytes, settings.max_message_bytes, _OPEN, share, signed, most_parts
+            self._answer,
+            authenticators,
+            waiting_bytes,
+            settings.max_message_bytes,
+            _OPEN,
+            share,
+            signed,
+            most_parts,
+            HttpMetrics(registry),
         )
         self._outermost = with_origins(guarded, settings.http_origins)
         self._server: EdgeServer | None = None

@@ -30,7 +30,7 @@ class GenerateApi:
 
     def routes(self) -> APIRouter:
         """Return the routes."""
-        router = APIRouter()
+        router = APIRouter(tags=["generate"])
 
         @router.post("/generate")
         async def generate(request: Request) -> Response:

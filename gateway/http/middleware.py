@@ -10,13 +10,15 @@ from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
 from gateway.admission import Authenticator, bearer_token
+from gateway.http.http_metrics import HttpMetrics
 from gateway.http.problems import problem
 from paceline import errors
 from paceline.log import get_logger
@@ -50,11 +52,12 @@ class AccessMiddleware:
         max_requests_per_tenant: float = math.inf,
         signed: Mapping[str, Callable[[str], Identity]] = MappingProxyType({}),
         most_parts: Callable[[str], int | None] = lambda path: MAX_JSON_PARTS,
+        metrics: HttpMetrics | None = None,
     ) -> None:
         """`open_paths` need no key. Paths below a key of `signed` are credentials themselves: its function reads them.
 
         It returns the caller, or raises the refusal. `most_parts` returns how many parts the JSON of a path may have;
-        None if its bodies are not JSON.
+        None if its bodies are not JSON. Requests are counted in `metrics`.
         """
         self._app = app
         self._authenticators = authenticators
@@ -66,6 +69,7 @@ class AccessMiddleware:
         self._open = frozenset(open_paths)
         self._signed = signed
         self._most_parts = most_parts
+        self._metrics = metrics or HttpMetrics(CollectorRegistry())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,13 +80,12 @@ class AccessMiddleware:
         with bound_contextvars(request_id=request_id_of(headers.get(REQUEST_ID_KEY, ""))):
             tenant, most = "", self._most_parts(scope["path"])
             parts = None if most is None else JsonParts(most)
+            body = _BodyReceiver(receive, self._waiting_bytes, self._max_body_bytes, parts)
+            self._metrics.in_flight.inc()
             try:
                 identity = scope.setdefault("state", {})["identity"] = self._admit(scope["path"], headers)
                 tenant = identity.tenant if identity else ""
-                with (
-                    self._unanswered(tenant),
-                    _BodyReceiver(receive, tenant, self._waiting_bytes, self._max_body_bytes, parts) as body,
-                ):
+                with self._unanswered(tenant), body.counted(tenant):
                     await self._app(scope, body, answer)
             except errors.PacelineError as error:
                 await answer.fail(problem(error, scope["path"]), scope, receive)
@@ -93,6 +96,9 @@ class AccessMiddleware:
                 _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=unforeseen.error_id)
                 await answer.fail(problem(unforeseen, scope["path"]), scope, receive)
             finally:
+                seconds = perf_counter() - start
+                self._metrics.in_flight.dec()
+                self._metrics.ended(scope, answer.status, seconds, body.received, answer.sent)
                 log = _log.info if answer.status < HTTPStatus.BAD_REQUEST or answer.status == 408 else _log.warning
                 log(
                     "http",
@@ -100,7 +106,7 @@ class AccessMiddleware:
                     path=scope["path"][:_MAX_PATH],
                     status=answer.status,
                     tenant=tenant,
-                    ms=round(1e3 * (perf_counter() - start), 2),
+                    ms=round(1e3 * seconds, 2),
                 )
 
     @contextmanager
@@ -187,23 +193,25 @@ class _BodyReceiver:
     The parts of JSON are counted as they arrive, before anything parses them.
     """
 
-    def __init__(
-        self, receive: Receive, tenant: str, waiting_bytes: WaitingBytes, max_bytes: int, parts: JsonParts | None
-    ) -> None:
+    def __init__(self, receive: Receive, waiting_bytes: WaitingBytes, max_bytes: int, parts: JsonParts | None) -> None:
         self._receive = receive
-        self._tenant = tenant
+        self._tenant = ""
         self._waiting_bytes = waiting_bytes
         self._max_bytes = max_bytes
         self._parts = parts
-        self._received = 0
+        self.received = 0
+        """Bytes so far."""
         self._is_whole = False
         self._deadline = asyncio.get_running_loop().time() + _BODY_SECONDS
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting_bytes.remove(self._tenant, self._received)
+    @contextmanager
+    def counted(self, tenant: str) -> Iterator[None]:
+        """Count the bytes as a tenant's until the block ends."""
+        self._tenant = tenant
+        try:
+            yield
+        finally:
+            self._waiting_bytes.remove(tenant, self.received)
 
     async def __call__(self) -> Message:
         if self._is_whole:
@@ -215,11 +223,11 @@ class _BodyReceiver:
             raise errors.TimedOut(f"the body did not arrive within {_BODY_SECONDS:g} s") from error
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
-            if self._received + size > self._max_bytes:
+            if self.received + size > self._max_bytes:
                 raise _too_large(self._max_bytes)
             self._waiting_bytes.check(self._tenant, size)
             self._waiting_bytes.add(self._tenant, size)
-            self._received += size
+            self.received += size
             if self._parts is not None:
                 self._parts.add(message.get("body", b""))
             self._is_whole = not message.get("more_body", False)
@@ -227,16 +235,19 @@ class _BodyReceiver:
 
 
 class _Answer:
-    """Sends a response and records its status."""
+    """Sends a response and records its status and size."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0
+        self.sent = 0
+        """Bytes of the body so far."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = int(message["status"])  # an HTTPStatus from FastAPI, which a log would show as such
         await self._send(message)
+        self.sent += len(message.get("body", b""))
 
     async def fail(self, answer: Any, scope: Scope, receive: Receive) -> None:
         """Send an error response, unless a response has already started: that one is cut off."""

@@ -36,7 +36,7 @@ class OpenAiApi:
 
     def routes(self) -> APIRouter:
         """Return the routes."""
-        router = APIRouter(prefix="/v1")
+        router = APIRouter(prefix="/v1", tags=["openai"])
 
         @router.get("/models/{name:path}")
         async def model(request: Request, name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class OpenAiApi:
 
     def calls(self, prefix: str) -> APIRouter:
         """Return the sampling routes below `/v1`, or below a prefix that names the weights for clients that do not."""
-        router = APIRouter(prefix=prefix)
+        router = APIRouter(prefix=prefix, tags=["openai"])
 
         @router.get("/models")
         async def models(request: Request) -> dict[str, Any]:

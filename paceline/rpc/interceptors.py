@@ -53,7 +53,8 @@ _MAX_RPC = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OTHER = "other"
 """Label of calls to methods that the service does not have."""
-_BUCKET_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300)
+BUCKET_SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300)
+"""Bounds of the histograms of calls."""
 _log = get_logger(__name__)
 
 
@@ -205,7 +206,7 @@ class MetricsInterceptor(AroundInterceptor):
         self._methods = frozenset(methods)
         self._handled = Counter("paceline_rpc_handled_total", "Calls that ended", ["method", "code"], registry=registry)
         self._seconds = Histogram(
-            "paceline_rpc_seconds", "Time that calls took", ["method"], buckets=_BUCKET_SECONDS, registry=registry
+            "paceline_rpc_seconds", "Time that calls took", ["method"], buckets=BUCKET_SECONDS, registry=registry
         )
         self._in_flight = Gauge("paceline_rpc_in_flight", "Calls in progress", ["method"], registry=registry)
 

@@ -60,7 +60,7 @@ class MetaClawApi:
 
     def routes(self) -> APIRouter:
         """Return the routes."""
-        router = APIRouter(prefix="/v1", route_class=JsonRoute)
+        router = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["metaclaw"])
         self._add_state(router)
         self._add_training(router)
 

@@ -68,7 +68,7 @@ class OnlineApi:
 
     def routes(self) -> APIRouter:
         """Return the routes."""
-        router = APIRouter()
+        router = APIRouter(tags=["online"])
 
         @router.post("/train", status_code=202)
         async def train(request: Request) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class TinkerApi:
             tokenizer=settings.http_tokenizer,
         )
         catalog = Catalog(services, self.store, names, self.models, self._sessions, downloads)
-        self.routes = APIRouter(prefix=PREFIX)
+        self.routes = APIRouter(prefix=PREFIX, tags=["tinker"])
         for routes in (data_plane.routes(), catalog.routes(), downloads.routes()):
             self.routes.include_router(routes)
         for (method, path), instead in _UNSERVED.items():
