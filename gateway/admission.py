@@ -15,7 +15,7 @@ from typing import Protocol
 
 from structlog.contextvars import bind_contextvars
 
-from paceline import errors
+from paceline import errors, tracing
 from paceline.files.secret_files import read_pem
 from paceline.rpc.identity import API_KEY_KEY, DEFAULT_TENANT, Identity, is_tenant, set_identity
 from paceline.rpc.interceptors import AroundInterceptor, Call
@@ -246,7 +246,8 @@ class AdmissionInterceptor(AroundInterceptor):
         set_identity(identity)
         # Each call runs in its own context, so nothing needs to be unbound.
         bind_contextvars(tenant=identity.tenant, key=identity.key_name)
-        await self._queue.acquire(identity.tenant)
+        with tracing.span("queue"):
+            await self._queue.acquire(identity.tenant)
         try:
             yield
         finally:

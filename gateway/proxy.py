@@ -21,7 +21,7 @@ import grpc
 from structlog.contextvars import get_contextvars
 
 from gateway.served_base import ServedBase, ask_base, common_base
-from paceline import errors
+from paceline import errors, tracing
 from paceline.gateway.v1 import gateway_service_pb2
 from paceline.log import get_logger
 from paceline.requests.waiting_bytes import WaitingBytes
@@ -157,6 +157,9 @@ class Proxy(grpc.GenericRpcHandler):
         route = next((value for name, value in given if name == ROUTE_KEY and isinstance(value, str)), None)
         key = None if route is None or method not in _ROUTED else (tenant, route)
         metadata = [pair for pair in given if pair[0] not in _OWN and not pair[0].startswith(_OWN_PREFIXES)]
+        if tracing.is_on():
+            metadata = [pair for pair in metadata if pair[0] != tracing.TRACEPARENT_KEY]
+            metadata += tracing.metadata()
         metadata += peer_metadata(self._credential, tenant)
         if request_id := get_contextvars().get("request_id"):
             metadata.append((REQUEST_ID_KEY, request_id))

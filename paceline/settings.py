@@ -74,6 +74,13 @@ class ServiceSettings(BaseSettings):
     """Address of grpc.health.v1: always plaintext and without a credential, for health probes."""
     metrics_listen: Literal[""] | Address = ""
     """Address of Prometheus metrics over HTTP; empty means none."""
+    trace_endpoint: str = ""
+    """OTLP endpoint (gRPC) of spans, as http://host:4317 or https://; requires the extra otel.
+
+    Empty: that of OTEL_EXPORTER_OTLP_ENDPOINT, and no tracing without one.
+    """
+    trace_file: Path | None = None
+    """File to which spans are appended as lines of JSON, for `python -m paceline.tracing`; requires the extra otel."""
     reflection: bool = True
     """Serve gRPC reflection."""
     drain_seconds: float = Field(20.0, ge=0)

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from paceline import errors
+from paceline import errors, tracing
 from paceline.requests.bodies import decoded
 from paceline.types import ModelRef, Quota, SampledSequence, SampleResult, ServedModel, StopReason, StreamedTokens
 from paceline.types.training import Array
@@ -31,6 +31,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.openai_sampling import named_as_sent
 from sampler_service.scheduling.admission import Admission, Usage
 from sampler_service.scheduling.tenant_queue import TakenPlaces, TenantQueue
+from sampler_service.stages import GenerationStages
 from sampler_service.stores.base import Lease, Versions
 from sampler_service.validation import (
     RequestLimits,
@@ -131,7 +132,9 @@ class Sampler:
                 usage = Usage(completions, prompt + completions * each)
                 with self._admission.admit(tenant, usage, self._engine.num_running()):
                     async with self._places(tenant, completions) as places:
+                        start = perf_counter()
                         yield places.priority
+                        tracing.record("generate", start, perf_counter(), completions=completions)
 
             def see(logprobs: Iterable[float]) -> None:
                 seen = list(logprobs)
@@ -167,7 +170,9 @@ class Sampler:
         """Wait for a turn in the engine, and hold its places."""
         start = perf_counter()
         async with self._queue.places(tenant, completions) as places:
-            self._metrics.queued(tenant, perf_counter() - start)
+            now = perf_counter()
+            self._metrics.queued(tenant, now - start)
+            tracing.record("queue", start, now, completions=completions)
             yield places
 
     @asynccontextmanager
@@ -180,14 +185,17 @@ class Sampler:
         usage = Usage(computed, prompt + computed * each)
         with self._admission.admit(tenant, usage, self._engine.num_running()):
             await self._engine.check_constraint(request.params, partial(self._checks.places, tenant, 1))
-            async with (
-                self._registry.lease(request.ref, tenant) as lease,
-                self._places(tenant, computed) as places,
-            ):
+            start = perf_counter()
+            async with self._registry.lease(request.ref, tenant) as lease, self._places(tenant, computed) as places:
+                if lease.load_milliseconds:
+                    tracing.record("weights", start, start + lease.load_milliseconds / 1e3)
+
+                stages = GenerationStages(prompt)
 
                 def ended() -> None:
                     lease.release()
                     places.end()
+                    stages.end()
 
                 is_constrained = bool(request.params.json_schema or request.params.regex)
 
@@ -209,7 +217,7 @@ class Sampler:
                     topk_logprobs=request.topk_logprobs,
                     # Release the lease and the places when the engine has finished, not when the reader has every
                     # token: a slow reader must not block other requests.
-                    delivery=replace(delivery, completed=places.ended, ended=ended),
+                    delivery=replace(delivery, sampled=stages.listener, completed=places.ended, ended=ended),
                     priority=places.priority,
                 )
                 completed = complete(self._engine.generate(generation), computed, see)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from paceline import codec, errors, layout, weights
+from paceline import codec, errors, layout, tracing, weights
 from paceline.base_model.base_weights import check_same_base
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.log import get_logger
@@ -344,16 +344,22 @@ class RunExecutor:
         start = perf_counter()
         if command.arrived_at is not None:
             self._metrics.waited(self._run.tenant, start - command.arrived_at)
+            tracing.record("wait", command.arrived_at, start, command.trace)
         # A command that only reads may wait for samplers or for the disk, without the engine.
         is_computing = nullcontext() if command.method in READING else self._foreground.working()
         try:
-            with is_computing:
-                return await self._executor.execute(self._run, command, progress)
+            with is_computing, tracing.continued(command.trace), self._span(command) as span:
+                outcome = await self._executor.execute(self._run, command, progress)
+                span.set(step=self._run.step, version=outcome.version)
+                return outcome
         finally:
             seconds = perf_counter() - start
             self._seconds += seconds
             self._run.unsaved_seconds += seconds
             self._metrics.executed(command.method, seconds)
+
+    def _span(self, command: Command) -> AbstractContextManager[tracing.Span]:
+        return tracing.span(command.method, run=self._run.run_id, seq_id=command.seq_id, bytes=command.size)
 
     def abandon(self, command: Command) -> None:
         if command.method == "PublishWeights":
@@ -365,7 +371,8 @@ class RunExecutor:
         if is_idle and self._is_due() and self._run.state is RunState.READY:
             self._failpoints.hit("before_snapshot")
             captured = asyncio.Event()
-            self._snapshot = asyncio.create_task(self._save(command.seq_id, captured))
+            with tracing.continued(command.trace):
+                self._snapshot = asyncio.create_task(self._save(command.seq_id, captured))
             await captured.wait()
 
     async def save(self, seq_id: int) -> None:
@@ -402,7 +409,8 @@ class RunExecutor:
 
         try:
             await sequencer.journal.rotate()
-            await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
+            with tracing.span("snapshot", run=self._run.run_id, seq_id=seq_id):
+                await snapshots.save(seq_id, self._run.state_bytes(CheckpointKind.STATE), write)
             self._run.unsaved_seconds -= covered
             first_kept = await sequencer.journal.drop(await asyncio.to_thread(snapshots.drop_old))
             await asyncio.to_thread(snapshots.unpin, first_kept)

@@ -34,14 +34,14 @@ class HttpMetrics:
 
     def ended(self, scope: Scope, status: int, seconds: float, received: int, sent: int) -> None:
         """Count a request that ended; `status` is 0 if nothing was answered because the caller left."""
-        labels = _labels(scope)
+        labels = route_of(scope)
         self._handled.labels(*labels, str(status)).inc()
         self._seconds.labels(*labels).observe(seconds)
         self._received.labels(*labels).inc(received)
         self._sent.labels(*labels).inc(sent)
 
 
-def _labels(scope: Scope) -> tuple[str, str]:
+def route_of(scope: Scope) -> tuple[str, str]:
     """Return the API and the route of a request: names of this code, because each label lasts as long as the process.
 
     The API is the first tag of the route's router.

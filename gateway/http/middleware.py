@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
 from gateway.admission import Authenticator, bearer_token
-from gateway.http.http_metrics import HttpMetrics
+from gateway.http.http_metrics import HttpMetrics, route_of
 from gateway.http.problems import problem
-from paceline import errors
+from paceline import errors, tracing
 from paceline.log import get_logger
 from paceline.requests.bodies import MAX_JSON_PARTS, JsonParts
 from paceline.requests.waiting_bytes import WaitingBytes
@@ -77,7 +77,11 @@ class AccessMiddleware:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         start, answer = perf_counter(), _Answer(send)
-        with bound_contextvars(request_id=request_id_of(headers.get(REQUEST_ID_KEY, ""))):
+        with (
+            tracing.continued(headers.get(tracing.TRACEPARENT_KEY, "")),
+            tracing.span("HTTP request") as span,
+            bound_contextvars(request_id=request_id_of(headers.get(REQUEST_ID_KEY, ""))),
+        ):
             tenant, most = "", self._most_parts(scope["path"])
             parts = None if most is None else JsonParts(most)
             body = _BodyReceiver(receive, self._waiting_bytes, self._max_body_bytes, parts)
@@ -98,6 +102,8 @@ class AccessMiddleware:
             finally:
                 seconds = perf_counter() - start
                 self._metrics.in_flight.dec()
+                span.rename(f"HTTP {route_of(scope)[1]}")
+                span.set(code=answer.status)
                 self._metrics.ended(scope, answer.status, seconds, body.received, answer.sent)
                 log = _log.info if answer.status < HTTPStatus.BAD_REQUEST or answer.status == 408 else _log.warning
                 log(

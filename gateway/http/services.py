@@ -15,7 +15,7 @@ from structlog.contextvars import get_contextvars
 
 from gateway.admission import FairQueue
 from gateway.proxy import SERVICES, Router, Upstream, gateway_error
-from paceline import codec, errors
+from paceline import codec, errors, tracing
 from paceline.codec.commands import execute_request, may_have_arrived, reply_in
 from paceline.errors import Fate
 from paceline.requests.waiting_bytes import WaitingBytes
@@ -157,11 +157,12 @@ class Services:
         """
         body, method = request.SerializeToString(), _PATHS[request.DESCRIPTOR.full_name]
         key = None if model is None or model.is_base else (tenant, str(model))
-        metadata = [*peer_metadata(self.credential, tenant)]
+        metadata = [*peer_metadata(self.credential, tenant), *tracing.metadata()]
         metadata.append((REQUEST_ID_KEY, get_contextvars().get("request_id") or uuid4().hex))
         if key is not None:
             metadata.append((ROUTE_KEY, key[1]))
-        await self.queue.acquire(tenant)
+        with tracing.span("queue"):
+            await self.queue.acquire(tenant)
         try:
             with self.waiting_bytes.waiting(tenant, len(body)):
                 upstream = await self.router.choose(method, key, _PATIENCE_SECONDS)

@@ -19,6 +19,7 @@ from paceline.client.connection import Connection
 from paceline.client.futures import IssuedCommand, PacelineFuture, UnansweredCommands
 from paceline.client.loop_thread import OWNER, THREAD, check_may_wait
 from paceline.client.retry import RetryLog, call_name, with_retries
+from paceline.client.traces import calling
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import API_KEY_KEY
@@ -105,7 +106,10 @@ class Transport:
         """
 
         async def attempt() -> Reply:
-            return await method(request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata))
+            with calling(call_name(request)) as trace:
+                return await method(
+                    request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata, *trace)
+                )
 
         await self._connected()
         async with self._in_flight:
@@ -130,8 +134,9 @@ class Transport:
         """
 
         async def first() -> tuple[grpc.aio.UnaryStreamCall[Request, Reply], Reply | None]:
-            stream = method(request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata))
-            return stream, await read(stream)
+            with calling(call_name(request)) as trace:
+                stream = method(request, timeout=self._seconds(limit), metadata=(*self._metadata, *metadata, *trace))
+                return stream, await read(stream)
 
         await self._connected()
         await self._in_flight.acquire()

@@ -2,6 +2,8 @@
 
     call ── Chain ── LoggingInterceptor ── MetricsInterceptor ── ErrorInterceptor ── the service's own ── handler
 
+While tracing is on, TracingInterceptor is the first.
+
 Each is an async context manager around the handler. It is entered when a call's headers have arrived. The message is
 read after that, inside all of them: a call that is refused has no body in memory, and an unreadable message is an error
 like any other.
@@ -25,7 +27,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from structlog.contextvars import bound_contextvars
 
-from paceline import errors
+from paceline import errors, tracing
 from paceline.log import get_logger
 from paceline.requests.bodies import decoded
 from paceline.rpc.bounds import parse_request, request_of
@@ -170,6 +172,24 @@ def _reader(handler: Handler, method: str) -> Callable[[AsyncIterator[bytes], Co
 
 async def _unknown(message: bytes, context: Context) -> bytes:
     raise errors.Unsupported("no such method; compare the versions of client and service")
+
+
+class TracingInterceptor(AroundInterceptor):
+    """Makes each call a span, a part of the caller's if it names one; lines logged during the call name the trace."""
+
+    @asynccontextmanager
+    async def around(self, call: Call) -> AsyncIterator[None]:
+        name = call.method.rpartition("/")[2][:_MAX_RPC]
+        with (
+            tracing.continued(call.metadata.get(tracing.TRACEPARENT_KEY, "")),
+            tracing.span(name) as span,
+            bound_contextvars(trace=tracing.trace_of(tracing.current())),
+        ):
+            try:
+                yield
+            except BaseException as error:
+                span.set(code=_outcome(error, call))
+                raise
 
 
 class LoggingInterceptor(AroundInterceptor):

@@ -23,10 +23,18 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 from prometheus_client import CollectorRegistry
 
+from paceline import tracing
 from paceline.errors import PacelineError
 from paceline.files.secret_files import read_pem
 from paceline.log import configure_logging, get_logger
-from paceline.rpc.interceptors import AroundInterceptor, Chain, ErrorInterceptor, LoggingInterceptor, MetricsInterceptor
+from paceline.rpc.interceptors import (
+    AroundInterceptor,
+    Chain,
+    ErrorInterceptor,
+    LoggingInterceptor,
+    MetricsInterceptor,
+    TracingInterceptor,
+)
 from paceline.rpc.port_limits import health_options, serve_metrics, service_options
 from paceline.rpc.process_metrics import add_process_metrics
 from paceline.settings import ServiceSettings
@@ -131,6 +139,7 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
     sys.set_int_max_str_digits(_MOST_DIGITS)
     _allow_open_files()
     configure_logging(service.name, settings.log_level, settings.log_format)
+    start_tracing(service.name, settings)
     # Otherwise the exiting interpreter looks for garbage in all that torch and vLLM imported, which takes seconds.
     atexit.register(gc.freeze)
     stopping = asyncio.Event()
@@ -167,10 +176,21 @@ async def serve(service: Service, settings: ServiceSettings, registry: Collector
             task.cancel()
         await service.stop()
         await health.stop(None)
+        await asyncio.to_thread(tracing.stop)  # it exports what is left, or waits for a collector that does not answer
         _log.info("stopped")
     if readiness.failure:
         _log.error("failed", reason=readiness.failure)
         raise SystemExit(1)
+
+
+def start_tracing(name: str, settings: ServiceSettings) -> None:
+    """Trace as the settings and OpenTelemetry's variables say. Raises SystemExit if that is not installed."""
+    try:
+        is_installed = tracing.start(name, settings.trace_endpoint, settings.trace_file)
+    except PacelineError as error:
+        raise SystemExit(str(error)) from error
+    if not is_installed:
+        _log.warning("not traced: OpenTelemetry is not installed", remedy="install paceline[otel]")
 
 
 def sentence_of(error: OSError) -> str:
@@ -196,6 +216,7 @@ def make_server(service: Service, settings: ServiceSettings, registry: Collector
     server = grpc.aio.server(
         interceptors=[
             Chain(
+                *([TracingInterceptor()] if tracing.is_on() else []),
                 LoggingInterceptor(),
                 MetricsInterceptor(registry, {*methods, *REFLECTION_METHODS}),
                 ErrorInterceptor(),

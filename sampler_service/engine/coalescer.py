@@ -47,7 +47,7 @@ class Coalescer:
     def __init__(self, readers: ReaderGroup | None = None, delivery: Delivery | None = None) -> None:
         self._readers = readers or ReaderGroup()
         self._delivery = delivery or Delivery()
-        self._eager = self._delivery.eager
+        self._eager, self._sampled = self._delivery.eager, self._delivery.sampled
         self._most = math.inf if self._delivery.max_unread is None else self._delivery.max_unread
         self._unread = 0
         """Tokens that wait for the reader."""
@@ -66,6 +66,8 @@ class Coalescer:
 
     def put(self, delta: TokenDelta) -> None:
         """Add tokens of a completion."""
+        if self._sampled is not None:
+            self._sampled(len(delta.tokens))
         waiting = self._pending.get(delta.index)
         if waiting is None:
             self._pending[delta.index] = [delta]

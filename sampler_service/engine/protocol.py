@@ -102,6 +102,8 @@ class Delivery:
     """Most tokens that may wait for the reader, over all completions; None means no limit."""
     overflowed: Callable[[], None] = _nothing
     """Called once when more than that wait; the callee must give up the reader and cancel the request."""
+    sampled: Callable[[int], None] | None = None
+    """Called with a number of tokens as the engine delivers them; None costs nothing."""
     completed: Callable[[], None] = _nothing
     """Called for each completion when its last token is sampled. Tokens may still wait for the reader."""
     ended: Callable[[], None] = _nothing

@@ -8,7 +8,7 @@ from contextlib import ExitStack, asynccontextmanager
 from itertools import count
 from time import perf_counter
 
-from paceline import errors
+from paceline import errors, tracing
 from paceline.background import Background
 from paceline.layout import WEIGHTS_FILE
 from paceline.log import get_logger
@@ -217,7 +217,7 @@ class VersionRegistry:
                 _log.warning("version damaged on disk; it is fetched again", weights=str(key.ref()))
         self._places.check(tenant)
         while True:
-            with self._metrics.fetch_seconds.time():
+            with self._metrics.fetch_seconds.time(), tracing.span("fetch"):
                 staged = await self._bridge.fetch(key.ref(), tenant)
             try:
                 return await self._install(self._table.add(staged), arrival)
@@ -266,13 +266,14 @@ class VersionRegistry:
             async with self._loading:
                 await self._free_slot(version.tenant)
                 version.adapter = self._name(staged)
-                with self._metrics.load_seconds.time():
+                with self._metrics.load_seconds.time(), tracing.span("load"):
                     version.times = await self._engine.add_adapter(version.adapter)
                 self._metrics.observe_load(version.times)
                 self._table.move(version, VersionState.VERIFYING)
             try:
-                await staged.verified()
-                await numbers
+                with tracing.span("verify"):
+                    await staged.verified()
+                    await numbers
                 # The engine may have died since. An active version is acknowledged, and a publish may wait for that, so
                 # it is active only once requests can use it: when the next engine has it, or has lost it.
                 await until_alive(self._engine.check_health)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
 
-from paceline import errors
+from paceline import errors, tracing
 from paceline.log import get_logger
 from paceline.rpc.identity import PEER_TENANT
 from paceline.types import ModelRef, ServedModel
@@ -149,7 +149,7 @@ class ModelSlot(SingleModelStore):
             raise errors.ModelNotLoadable("the engine could not load this model before; publish another", field="model")
         if key in {_BASE, self._key}:
             return None
-        with self._metrics.fetch_seconds.time():
+        with self._metrics.fetch_seconds.time(), tracing.span("fetch"):
             async with arriving_within(self._fetch_timeout):
                 staged = await self._files.fetch(key, tenant)
         check_owner(staged.manifest.tenant, key.ref(), tenant)
@@ -213,7 +213,7 @@ class ModelSlot(SingleModelStore):
             await self._set_ready(False)
             idle = perf_counter()
             head.arrival.check()
-            with self._metrics.load_seconds.time():
+            with self._metrics.load_seconds.time(), tracing.span("load"):
                 staged = head.staged
                 await self._engine.change_model(staged.directory if staged else self._base_path, staged)
             self._loaded(head, LoadTimes(1e3 * (idle - start), 1e3 * (perf_counter() - idle)))

@@ -14,11 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir
+from time import perf_counter
 from types import NoneType
 from typing import Self, TypeVar
 
 import msgspec
 
+from paceline import tracing
 from paceline.child import Child, reason_of_status
 from paceline.errors import EngineUnavailable
 from paceline.files.own_directory import OwnDirectory
@@ -184,6 +186,19 @@ class _PendingCall:
     captured: Captured
     is_captured: bool = False
     """Whether the engine has captured the state and writes it while it executes other commands."""
+    began_at: float | None = None
+    """When the engine began with it, in seconds of `perf_counter`; None until then."""
+    captured_at: float | None = None
+
+    def record(self, sent_at: float, ended_at: float) -> None:
+        """Record its parts as spans: waiting for the engine's loop, being executed, and being written to the disk."""
+        if self.began_at is None:
+            return
+        captured_at = ended_at if self.captured_at is None else self.captured_at
+        tracing.record("engine wait", sent_at, self.began_at)
+        tracing.record("engine execute", self.began_at, captured_at)
+        if self.is_captured:
+            tracing.record("engine write", captured_at, ended_at)
 
 
 class EngineConnection:
@@ -256,9 +271,15 @@ class EngineConnection:
             raise _unavailable()
         self._writer.write(frame)
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = _PendingCall(command, answer, captured)
-        reply = await answer
-        return await decoded(memoryview(reply).nbytes, messages.decode, reply, kind)
+        sent = self._waiting[request.id] = _PendingCall(command, answer, captured)
+        with tracing.span(f"engine {type(command).__name__}"):
+            sent_at = perf_counter()
+            try:
+                reply = await answer
+            finally:
+                sent.record(sent_at, perf_counter())
+            with tracing.span("decode"):
+                return await decoded(memoryview(reply).nbytes, messages.decode, reply, kind)
 
     async def close(self) -> None:
         self._closing = True
@@ -294,7 +315,10 @@ class EngineConnection:
         self._watchdog.note_progress()
         match report:
             case messages.Started():
-                self._executing = set(report.ids)
+                self._executing, now = set(report.ids), perf_counter()
+                for key in report.ids:
+                    if (pending := self._waiting.get(key)) is not None and pending.began_at is None:
+                        pending.began_at = now
             case messages.Captured():
                 self._capture(report.id)
             case messages.Reply():
@@ -322,7 +346,7 @@ class EngineConnection:
     def _capture(self, request_id: int) -> None:
         self._executing.discard(request_id)
         waiting = self._waiting[request_id]
-        waiting.is_captured = True
+        waiting.is_captured, waiting.captured_at = True, perf_counter()
         waiting.captured()
 
     def _answer(self, reply: messages.Reply) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from time import perf_counter
 
-from paceline import errors, layout, weights
+from paceline import errors, layout, tracing, weights
 from paceline.log import get_logger
 from paceline.trainer.v1.trainer_service_pb2 import PublishWeightsResponse
 from paceline.types import AdapterGroup, FullParameters, RunParameters, ServedModel
@@ -157,8 +157,10 @@ class Publisher:
         if self._agreements is not None and _is_whole(run):
             await self._agreements.score(run, version)
         with run.announcing.enter() as earlier_announced:
-            manifest, directory = await self._stage(run, version, seq_id, progress)
-            await earlier_announced.wait()
+            with tracing.span("stage", version=version):
+                manifest, directory = await self._stage(run, version, seq_id, progress)
+            with tracing.span("wait for earlier versions"):
+                await earlier_announced.wait()
             self._failpoints.hit("before_announce")
             run.latest_version = max(run.latest_version, version)
             watchers = self._broadcast(manifest, directory)
@@ -177,11 +179,13 @@ class Publisher:
         it; the version exists in each case.
         """
         if durable:
-            await asyncio.shield(published.copying)
+            with tracing.span("wait for the volume"):
+                await asyncio.shield(published.copying)
         model = published.manifest.model
         acks: Sequence[pb.Acknowledgement] = ()
         if policy is not AckPolicy.NONE:
-            acks = await self._hub.wait((model.run_id, model.version), policy, published.watchers, ack_seconds)
+            with tracing.span("wait for samplers", policy=policy.name):
+                acks = await self._hub.wait((model.run_id, model.version), policy, published.watchers, ack_seconds)
         return PublishWeightsResponse(
             model=model,
             acknowledgements=acks,
@@ -399,10 +403,12 @@ class Publisher:
         if not whole:
             if original is None:
                 staged_path = str(directory / layout.WEIGHTS_FILE)
-                self._hub.notify_staged(pb.Staged(manifest=draft, staged_path=staged_path))
+                trace = tracing.current()
+                self._hub.notify_staged(pb.Staged(manifest=draft, staged_path=staged_path, traceparent=trace))
             # The manifest is written to a file when the version is copied to the volume; nobody reads it before that.
             try:
-                manifest = await asyncio.to_thread(weights.seal, directory, draft)
+                with tracing.span("hash"):
+                    manifest = await asyncio.to_thread(weights.seal, directory, draft)
                 _check_original(manifest, original)
             except BaseException:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -502,7 +508,12 @@ class Publisher:
     def _announcement(self, manifest: pb.Manifest, *, on_volume: bool, generation: int = 0) -> pb.Announcement:
         model = manifest.model
         newest = max(model.version, self._hub.newest(model.run_id), self._returning.get(model.run_id, 0))
-        announcement = pb.Announcement(manifest=manifest, broadcast_generation=generation, newest_version=newest)
+        announcement = pb.Announcement(
+            manifest=manifest,
+            broadcast_generation=generation,
+            newest_version=newest,
+            traceparent=tracing.current(),
+        )
         if on_volume:
             final = self._final(model.run_id, model.version)
             announcement.volume_path = str(final.relative_to(self._volume.root))

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import grpc
 from google.protobuf.message import Message
 
-from paceline import __version__, codec, errors
+from paceline import __version__, codec, errors, tracing
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.log import get_logger
@@ -299,7 +299,7 @@ class TrainerServicer(TrainerServiceServicer):
         identity = current_identity()
         run = self._registry.get(request.run_id, identity)
         self._ask_for(run)
-        command = await decoded(size_of(request), Command.of, request, identity.tenant)
+        command = await decoded(size_of(request), Command.of, request, identity.tenant, tracing.current())
         if run.state is RunState.LOST:
             run.sequencer.check_client(command)
             if command.method != "LoadCheckpoint":

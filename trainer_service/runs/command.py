@@ -63,9 +63,11 @@ class Command:
     """Error that a command answers which was refused before its turn."""
     arrived_at: float | None = field(default=None, compare=False, repr=False)
     """Seconds of `perf_counter`; None for one that was read from a journal."""
+    trace: str = field(default="", compare=False, repr=False)
+    """Traceparent of the call that sent it; empty if it is not traced."""
 
     @classmethod
-    def of(cls, request: Any, tenant: str) -> Command:
+    def of(cls, request: Any, tenant: str, trace: str = "") -> Command:
         """Build a command from its request, whose type is named after the RPC."""
         attachment = request.attachment
         request.ClearField("attachment")  # who sends a command does not make it another one
@@ -73,7 +75,18 @@ class Command:
         method = type(request).__name__.removesuffix("Request")
         digest = request_digest(f"{method}Request", payload)
         size, arrived_at = len(payload), perf_counter()
-        return cls(request.seq_id, method, tenant, attachment, size, digest, payload, request, arrived_at=arrived_at)
+        return cls(
+            request.seq_id,
+            method,
+            tenant,
+            attachment,
+            size,
+            digest,
+            payload,
+            request,
+            arrived_at=arrived_at,
+            trace=trace,
+        )
 
     @classmethod
     def from_record(cls, record: CommandRecord, *, is_cancelled: bool = False) -> Command:

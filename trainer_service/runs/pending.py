@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
+from time import perf_counter
 
-from paceline import errors
+from paceline import errors, tracing
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.types import CommandState
 from trainer_service.journal.format import CancelRecord, Counters, RebaseRecord
@@ -263,14 +264,19 @@ class PendingCommands:
         while following := self.by_seq_id.get(self.appended + 1):
             following.move(PendingState.WRITING)
             durable = self._journal.append(following.command.to_record(), sync=True)
-            durable.add_done_callback(partial(self._written, following, following.command.refusal))
+            durable.add_done_callback(partial(self._written, following, following.command.refusal, perf_counter()))
             following.command = following.command.journaled()
             following.cancel_timeout()
             self.appended += 1
 
     def _written(
-        self, pending: PendingCommand, refusal: errors.PacelineError | None, durable: asyncio.Future[None]
+        self,
+        pending: PendingCommand,
+        refusal: errors.PacelineError | None,
+        begun: float,
+        durable: asyncio.Future[None],
     ) -> None:
+        tracing.record("journal", begun, perf_counter(), pending.command.trace)
         if not durable.cancelled() and durable.exception() is None:  # one that failed was withdrawn
             # One that was cancelled meanwhile is refused when that is durable too, and accepted until then.
             self._move_durable(pending, refusal)

@@ -33,7 +33,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from paceline import errors
+from paceline import errors, tracing
 from paceline.background import Background
 from paceline.log import get_logger
 from paceline.requests.waiting_bytes import WaitingBytes
@@ -459,7 +459,8 @@ class Sequencer:
                 counters = counters.at(pending.place)
             record = answer_to_record(command, outcome, counters)
             must_sync = isinstance(answer, errors.PacelineError) or command.method not in REPEATABLE
-            await self.journal.append(record, sync=must_sync)
+            with tracing.continued(command.trace), tracing.span("answer"):
+                await self.journal.append(record, sync=must_sync)
             self._failpoints.hit("after_answer")
             self.answers.keep(record)
             self._waiting.answered(command.seq_id)

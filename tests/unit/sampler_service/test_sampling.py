@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import Sampler
 from sampler_service.scheduling.admission import Admission, ResourceLimits
 from sampler_service.scheduling.tenant_queue import TenantQueue
+from sampler_service.stores.base import Lease
 from sampler_service.validation import RequestLimits, SampleRequest
 
 MODEL = ModelInfo("tiny", max_context_length=32, vocab_size=100, dtype="float32", max_lora_rank=8, num_layers=2)
@@ -49,7 +49,7 @@ class Engine:
 class Weights:
     @asynccontextmanager
     async def lease(self, ref, tenant):
-        yield SimpleNamespace(served=ServedModel("tiny"), adapter=None, release=lambda: None, is_current=lambda: True)
+        yield Lease(ServedModel("tiny"))
 
 
 @pytest.fixture

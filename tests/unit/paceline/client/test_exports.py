@@ -117,6 +117,7 @@ NOT_FOR_CLIENTS = {
     "peft",
     "safetensors",
     "msgspec",
+    "opentelemetry",
     "structlog",
     "pydantic",
     "pydantic_settings",
