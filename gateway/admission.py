@@ -55,6 +55,7 @@ _TRAINER = (
     "UploadCheckpoint",
     "PublishWeights",
 )
+_METRICS = ("LogMetrics", "GetMetrics", "WatchMetrics", "GetRollouts")
 _SAMPLER = (
     "GetServerInfo",
     "GetUsage",
@@ -70,6 +71,7 @@ _SAMPLER = (
 ACCESS: Mapping[str, Access] = MappingProxyType(
     {
         **{f"/paceline.trainer.v1.TrainerService/{name}": Access.TENANT for name in _TRAINER},
+        **{f"/paceline.metrics.v1.MetricsService/{name}": Access.TENANT for name in _METRICS},
         **{f"/paceline.sampler.v1.SamplerService/{name}": Access.TENANT for name in _SAMPLER},
         "/paceline.sampler.v1.SamplerService/UpdateWeights": Access.NOBODY,
         "/paceline.weights.v1.WeightService/FetchVersion": Access.TENANT,

@@ -24,6 +24,7 @@ from gateway.served_base import ServedBase, ask_base, common_base
 from paceline import errors, tracing
 from paceline.gateway.v1 import gateway_service_pb2
 from paceline.log import get_logger
+from paceline.metrics.v1 import metrics_service_pb2
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.channel import TlsFiles, open_channel
 from paceline.rpc.identity import API_KEY_KEY, REQUEST_ID_KEY, ROUTE_KEY, current_identity, peer_metadata
@@ -35,13 +36,13 @@ from paceline.weights.v1 import weight_service_pb2
 
 SERVICES = {
     service.full_name: service
-    for file in (gateway_service_pb2, trainer_service_pb2, sampler_service_pb2, weight_service_pb2)
+    for file in (gateway_service_pb2, trainer_service_pb2, metrics_service_pb2, sampler_service_pb2, weight_service_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 }
 """Descriptors of all reachable services, by full name."""
 
 _METHODS = {f"/{name}/{method.name}": method for name, service in SERVICES.items() for method in service.methods}
-_TRAINER = ("/paceline.trainer.v1.", "/paceline.weights.v1.")
+_TRAINER = ("/paceline.trainer.v1.", "/paceline.weights.v1.", "/paceline.metrics.v1.")
 _SAMPLER = "/paceline.sampler.v1."
 _ROUTED = frozenset(
     _SAMPLER + f"SamplerService/{name}"

@@ -1,6 +1,7 @@
 """Layout of the checkpoint volume, and atomic writes to it.
 
     <root>/runs/<run_id>/run.json
+    <root>/runs/<run_id>/metrics.jsonl, rollouts.jsonl
     <root>/runs/<run_id>/state/<name>/      a state checkpoint
     <root>/runs/<run_id>/sampler/<name>/    a sampler checkpoint
     <root>/runs/<run_id>/versions/<n>/      a published version
@@ -24,6 +25,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import BinaryIO
 from uuid import uuid4
 
 from paceline import errors
@@ -37,6 +39,8 @@ STAGED = ".new-"
 """Prefix of the names of files and directories that are being written."""
 RUN_FILE, DELETED_FILE = "run.json", "deleted.json"
 """The record of a run, and the record of a deleted run whose checkpoints remain."""
+METRICS_FILE, ROLLOUTS_FILE = "metrics.jsonl", "rollouts.jsonl"
+"""What was measured of a run, and the rollouts that its clients logged."""
 MODEL_FILE = "model.safetensors"
 """Weights of a full-parameter run."""
 ADAPTER_FILES = frozenset({WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE})
@@ -236,10 +240,20 @@ def link_files(source: Path, target: Path) -> None:
 
 def write_file(final: Path, data: bytes) -> None:
     """Write a file durably and atomically: readers see the old content or the new. Raises DiskFull."""
+    with new_file(final) as file:
+        file.write(data)
+
+
+@contextmanager
+def new_file(final: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file that durably becomes `final` if the block succeeds and is removed if it raises.
+
+    Readers see the old content or the new. Raises DiskFull.
+    """
     staging = final.parent / f"{STAGED}{uuid4().hex}"
     try:
         with staging.open("xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         staging.replace(final)

@@ -34,6 +34,7 @@ from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AnswerRecord, Counters
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.limits.gates import Foreground
+from trainer_service.metrics.recorder import Recorder, Turn
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.command import Answer, Command, Outcome, answer_of
 from trainer_service.runs.pending import READING
@@ -107,7 +108,8 @@ class CommandExecutor:
         """Compute a loss and, unless `forward_only`, add its gradient to the run's."""
         output = await self._engine.forward_backward(run.run_id, asked.data, asked.spec)
         run.gradient_tokens = output.gradient_tokens
-        return Outcome(await decoded(command.size, _reply_of, output))
+        reply = await decoded(command.size, _reply_of, output)
+        return Outcome(reply, figures={"time/wait": output.waited_milliseconds})
 
     async def _optim_step(self, run: RunRecord, command: Command, asked: Step, progress: CommandProgress) -> Outcome:
         """Apply the accumulated gradient, or discard it."""
@@ -123,15 +125,15 @@ class CommandExecutor:
             run.gradient_tokens = 0  # it was dropped
             raise
         run.step, run.gradient_tokens = output.step, 0
-        return Outcome(
-            pb.OptimStepResponse(
-                step=output.step,
-                grad_norm=output.grad_norm,
-                learning_rate=output.learning_rate,
-                tokens=output.tokens,
-                milliseconds=output.milliseconds,
-            )
+        reply = pb.OptimStepResponse(
+            step=output.step,
+            grad_norm=output.grad_norm,
+            learning_rate=output.learning_rate,
+            tokens=output.tokens,
+            milliseconds=output.milliseconds,
         )
+        memory = {"memory/peak": float(output.peak_bytes), "memory/gpu": float(output.gpu_bytes)}
+        return Outcome(reply, figures={name: size for name, size in memory.items() if size})
 
     async def _save_checkpoint(
         self, run: RunRecord, command: Command, asked: Save, progress: CommandProgress
@@ -321,9 +323,11 @@ class RunExecutor:
         failpoints: Failpoints,
         foreground: Foreground,
         metrics: TrainerMetrics,
+        recorder: Recorder,
     ) -> None:
         self.counters = run.counters
         self._metrics = metrics
+        self._recorder = recorder
         self._foreground = foreground
         self._run = run
         self._executor = executor
@@ -341,7 +345,7 @@ class RunExecutor:
         self._commands += replayed
 
     async def execute(self, command: Command, progress: CommandProgress) -> Outcome:
-        start = perf_counter()
+        start, step = perf_counter(), self._run.step
         if command.arrived_at is not None:
             self._metrics.waited(self._run.tenant, start - command.arrived_at)
             tracing.record("wait", command.arrived_at, start, command.trace)
@@ -351,12 +355,16 @@ class RunExecutor:
             with is_computing, tracing.continued(command.trace), self._span(command) as span:
                 outcome = await self._executor.execute(self._run, command, progress)
                 span.set(step=self._run.step, version=outcome.version)
-                return outcome
+        except errors.NonFiniteGradient:
+            self._recorder.dropped_gradient(self._run)
+            raise
         finally:
-            seconds = perf_counter() - start
-            self._seconds += seconds
-            self._run.unsaved_seconds += seconds
-            self._metrics.executed(command.method, seconds)
+            end = perf_counter()
+            self._seconds += end - start
+            self._run.unsaved_seconds += end - start
+            self._metrics.executed(command.method, end - start)
+        self._recorder.executed(self._run, outcome, Turn(command.seq_id, step, start, end))
+        return outcome
 
     def _span(self, command: Command) -> AbstractContextManager[tracing.Span]:
         return tracing.span(command.method, run=self._run.run_id, seq_id=command.seq_id, bytes=command.size)

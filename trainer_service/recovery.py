@@ -31,6 +31,7 @@ from trainer_service.failpoints import Failpoints
 from trainer_service.journal.format import AnswerRecord, JournalDamagedError
 from trainer_service.journal.snapshots import OWN_FILES, Snapshot
 from trainer_service.limits.gates import ByteGate, Foreground
+from trainer_service.metrics.recorder import Recorder
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.command import Command
 from trainer_service.runs.progress import CommandProgress
@@ -69,8 +70,10 @@ class Recovery:
         checkpoints: CheckpointStore,
         registry: RunRegistry,
         metrics: TrainerMetrics,
+        recorder: Recorder,
     ) -> None:
         self._engine = engine
+        self._recorder = recorder
         self._storage = storage
         self._publisher = publisher
         self._commands = commands
@@ -98,7 +101,15 @@ class Recovery:
     def _run_executor(self, run: RunRecord) -> RunExecutor:
         engine, policy, failpoints = self._engine, self._policy, self._failpoints
         return RunExecutor(
-            run, self._commands, engine, self._publisher, policy, failpoints, self._foreground, self._metrics
+            run,
+            self._commands,
+            engine,
+            self._publisher,
+            policy,
+            failpoints,
+            self._foreground,
+            self._metrics,
+            self._recorder,
         )
 
     def ask(self, run: RunRecord) -> None:

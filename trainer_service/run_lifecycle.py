@@ -20,6 +20,7 @@ from paceline.types import LoraConfig, RunParameters
 from trainer_service import validation
 from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine_link.client import EngineProcess
+from trainer_service.metrics.recorder import Recorder
 from trainer_service.publish.publisher import Publisher
 from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
@@ -55,6 +56,7 @@ class RunLifecycle:
         checkpoints: CheckpointStore,
         publisher: Publisher,
         start_run: Callable[[RunRecord, int], None],
+        recorder: Recorder,
     ) -> None:
         """Let a tenant have up to `max_runs` runs.
 
@@ -66,6 +68,7 @@ class RunLifecycle:
         self._checkpoints = checkpoints
         self._publisher = publisher
         self._start_run = start_run
+        self._recorder = recorder
         self._creating = asyncio.Lock()
         self._changes = Background("change of a run not finished")
 
@@ -263,7 +266,8 @@ class RunLifecycle:
                     await self._engine.delete_run(record.run_id)
             await self._publisher.forget(record)
             self._checkpoints.newest_states.forget(record.run_id)
-            await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
+            async with self._recorder.deleting(record.run_id):
+                await self._registry.remove(record, keep_checkpoints=not delete_checkpoints)
         _log.info("run deleted", run=record.run_id)
 
 

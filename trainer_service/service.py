@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 
 import grpc
 from prometheus_client import CollectorRegistry, Gauge
@@ -15,6 +16,7 @@ from paceline.background import Background
 from paceline.base_model.base_weights import base_weights_sha256
 from paceline.files.folder_lock import FolderInUse, FolderLock
 from paceline.log import get_logger
+from paceline.metrics.v1.metrics_service_pb2_grpc import add_MetricsServiceServicer_to_server
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.quota_metrics import QuotaMetrics
@@ -31,6 +33,8 @@ from trainer_service.engine_link.watchdog import Patience
 from trainer_service.failpoints import Failpoints
 from trainer_service.limits.disk_guard import DiskGuard
 from trainer_service.limits.gates import ByteGate
+from trainer_service.metrics.recorder import Recorder
+from trainer_service.metrics.store import MetricsStore
 from trainer_service.publish.agreements import Agreements
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
@@ -39,6 +43,7 @@ from trainer_service.quotas import Quotas
 from trainer_service.recovery import Recovery
 from trainer_service.rpc.calls_in_progress import CallsInProgress
 from trainer_service.rpc.download_limit import DownloadLimit
+from trainer_service.rpc.metrics_servicer import MetricsServicer
 from trainer_service.rpc.trainer_servicer import TrainerServicer
 from trainer_service.rpc.weight_servicer import WeightServicer
 from trainer_service.run_lifecycle import RunLifecycle
@@ -71,7 +76,11 @@ class TrainerService:
     """Owns the engine process and everything that outlives it."""
 
     name = "trainer"
-    service_names: Sequence[str] = ("paceline.trainer.v1.TrainerService", "paceline.weights.v1.WeightService")
+    service_names: Sequence[str] = (
+        "paceline.trainer.v1.TrainerService",
+        "paceline.weights.v1.WeightService",
+        "paceline.metrics.v1.MetricsService",
+    )
 
     def __init__(self, settings: TrainerSettings, metrics: CollectorRegistry) -> None:
         self._settings = settings
@@ -86,8 +95,13 @@ class TrainerService:
         QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
         self._clock = SteadyClock()
         self._checkpoints = CheckpointStore(self._volume, failpoints, guard, self._clock)
+        self._row_store = MetricsStore(
+            self._volume, guard, metrics, settings.metrics_max_bytes_per_run, settings.rollouts_max_bytes_per_run
+        )
+        self._recorder = Recorder(self._row_store)
         self._hub = WatchHub()
         WatchMetrics(self._hub, metrics)
+        self._hub.on_acknowledged = lambda run_id, version: self._recorder.acknowledged(run_id, version, perf_counter())
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._hub)
         self._engine = EngineProcess(
@@ -98,6 +112,7 @@ class TrainerService:
         CertificateMetrics(self._engine.describe, metrics)
         self._base = SharedBaseWatch(settings.base_dir)
         self._agreements = Agreements(self._engine, self._find_version, metrics)
+        self._agreements.on_compared = self._recorder.compared
         self._publisher = Publisher(
             self._engine,
             self._registry,
@@ -126,6 +141,7 @@ class TrainerService:
             self._checkpoints,
             self._registry,
             self._metrics,
+            self._recorder,
         )
         self._publisher.on_missing = self._recovery.ask
         self._lifecycle = RunLifecycle(
@@ -135,6 +151,7 @@ class TrainerService:
             self._checkpoints,
             self._publisher,
             self._recovery.start,
+            self._recorder,
         )
         self._calls = CallsInProgress()
         self._readiness: Readiness | None = None
@@ -199,10 +216,12 @@ class TrainerService:
             self._agreements,
         )
         weights.register(server)
+        add_MetricsServiceServicer_to_server(MetricsServicer(self._registry, self._row_store, self._recorder), server)
 
     def drain(self) -> None:
         """Refuse commands that have not started, and end the watches after the other calls."""
         self._registry.drain()
+        self._row_store.drain()
         self._background.spawn(self._end_watches())
 
     async def stop(self) -> None:
@@ -213,6 +232,7 @@ class TrainerService:
         await self._publisher.stop()
         await self._engine.close()
         await self._registry.close()
+        await self._row_store.close()
         if self._lock is not None:
             self._lock.close()
 

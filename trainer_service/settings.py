@@ -102,6 +102,10 @@ class TrainerSettings(BackendSettings):
 
     A larger journal is read alone.
     """
+    metrics_max_bytes_per_run: int = Field(64 << 20, ge=4096)
+    """Most bytes of a run's metrics; beyond them, every second step is dropped from the older half."""
+    rollouts_max_bytes_per_run: int = Field(32 << 20, ge=4096)
+    """Most bytes of the rollouts that clients log for a run; beyond them, the oldest are dropped."""
     keep_versions: int = Field(8, ge=1)
     """Newest versions of a run that are kept, in addition to those that samplers hold."""
     snapshot_commands: int = Field(256, ge=1)

@@ -12,7 +12,8 @@ from paceline.client.commands import Outcome
 from paceline.spans import span
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Datum, ForwardBackwardOutput, ForwardBackwardSpec, Reduction
-from paceline.types.training import ADVANTAGE_MEANS, ADVANTAGE_TOKENS, is_iterable
+from paceline.types.reductions import merge_metrics
+from paceline.types.training import is_iterable
 
 MAX_DATUMS = 1024
 """Maximum number of datums in one request."""
@@ -132,36 +133,6 @@ def _size(datum: Datum) -> int:
     # Computed from the arrays, because protobuf encodes a message to determine its size.
     tensors = {"": datum.model_input, **datum.loss_inputs}
     return sum(values.nbytes + len(name) + _TENSOR_OVERHEAD for name, values in tensors.items())
-
-
-def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Reduce the metrics of a batch's parts by their name's suffix: sum, min, max, or mean.
-
-    A mean is weighted by the positions that it covers: `tokens:sum`, or `advantage_tokens:sum` for `ADVANTAGE_MEANS`.
-    Raises Internal for any other reduction if there are several parts.
-    """
-    if len(parts) == 1:
-        return dict(parts[0])
-    return {name: _reduce(name, parts) for name in dict.fromkeys(name for part in parts for name in part)}
-
-
-def _reduce(name: str, parts: Sequence[Mapping[str, float]]) -> float:
-    present = [part for part in parts if name in part]
-    values = [part[name] for part in present]
-    match name.rpartition(":")[2]:
-        case "sum":
-            return sum(values)
-        case "min":
-            return min(values)
-        case "max":
-            return max(values)
-        case "mean":
-            positions = ADVANTAGE_TOKENS if name in ADVANTAGE_MEANS else "tokens:sum"
-            weights = [part.get(positions, 0.0) for part in present]
-            weighted = sum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
-            return weighted / (sum(weights) or 1.0)
-        case reduction:
-            raise errors.Internal(f"reduction {reduction} is unknown; parts cannot be merged", field=f"metrics[{name}]")
 
 
 async def render_all(

@@ -181,7 +181,7 @@ def _check_value_of(field: FieldDescriptor, bounds: pb.Bounds | None = None) -> 
         return _check_enum_of(field)
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return _check_bytes_of(limits.max_bytes, text=field.type == FieldDescriptor.TYPE_STRING)
-    return _check_number_of(limits.min, limits.max)
+    return _check_number_of(limits.min, limits.max, non_finite=limits.non_finite)
 
 
 def _check_enum_of(field: FieldDescriptor) -> _Check:
@@ -204,9 +204,11 @@ def _check_bytes_of(most: int, *, text: bool) -> _Check:
     return check
 
 
-def _check_number_of(low: float, high: float) -> _Check:
+def _check_number_of(low: float, high: float, *, non_finite: bool) -> _Check:
     def check(value: float) -> None:
         if not isfinite(value):
+            if non_finite:
+                return
             raise errors.NonFinite("must be a finite number")
         if not low <= value <= high:
             raise errors.OutOfRange(f"is {value:g}; it must be {span(f'{low:g}', f'{high:g}')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import torch
 
@@ -15,7 +16,6 @@ from paceline.types import (
     LoraConfig,
     ModelInfo,
     OptimizerParams,
-    OptimStepOutput,
     RunParameters,
 )
 from trainer_service.engine.certificate.certified_base import load_certified_base
@@ -34,7 +34,7 @@ from trainer_service.engine.runs.preallocated_file import PreallocatedFile
 from trainer_service.engine.runs.run import TRAINED_BYTES, EngineRun
 from trainer_service.engine.weight_sharing import publish_in_place
 from trainer_service.engine_link.options import EngineOptions
-from trainer_service.engine_link.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
+from trainer_service.engine_link.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs, SteppedOutput
 
 _WEIGHT_BYTES = 4
 """Size of an adapter's weight, in float32."""
@@ -149,7 +149,7 @@ class PeftEngine:
             pass
         return job.output()
 
-    def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+    def optim_step(self, run_id: str, params: OptimizerParams) -> SteppedOutput:
         run, start = self.load_run(run_id), time.perf_counter()
         if not run.has_gradient:
             raise NoGradient("there is no gradient; call forward_backward before optim_step.")
@@ -169,7 +169,12 @@ class PeftEngine:
         run.drop_gradient()
         run.step += 1
         milliseconds = (time.perf_counter() - start) * 1e3
-        return OptimStepOutput(run.step, norm, learning_rate, tokens, milliseconds)
+        return SteppedOutput(run.step, norm, learning_rate, tokens, milliseconds, *self._memory())
+
+    def _memory(self) -> tuple[int, int]:
+        """Return the most bytes so far of the process and on its GPU."""
+        gpu = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return getrusage(RUSAGE_SELF).ru_maxrss << 10, gpu
 
     def discard_gradient(self, run_id: str) -> int:
         run = self.load_run(run_id)

@@ -30,7 +30,6 @@ from paceline.types import (
     ForwardBackwardSpec,
     ModelInfo,
     OptimizerParams,
-    OptimStepOutput,
     RunParameters,
 )
 from paceline.types.optimizers import optimizer_name
@@ -43,6 +42,7 @@ from trainer_service.engine_link.protocol import (
     EngineDiedError,
     LoadedState,
     PublishedAs,
+    SteppedOutput,
 )
 from trainer_service.engine_link.watchdog import DEFAULT_PATIENCE, Patience, RankHeartbeats, Watchdog
 from trainer_service.failpoints import Failpoints
@@ -151,11 +151,19 @@ class EngineProcess:
     ) -> AccumulatedOutput:
         command = messages.ForwardBackward(run_id, list(data), spec)
         size = sum(datum.model_input.nbytes for datum in data)
-        return await self._running().call(command, AccumulatedOutput, size=size)
+        asked, waited = perf_counter(), 0.0
 
-    async def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+        def started() -> None:
+            nonlocal waited
+            waited = 1e3 * (perf_counter() - asked)
+
+        output = await self._running().call(command, AccumulatedOutput, size=size, started=started)
+        output.waited_milliseconds = waited
+        return output
+
+    async def optim_step(self, run_id: str, params: OptimizerParams) -> SteppedOutput:
         command = messages.OptimStep(run_id, optimizer_name(params), settings_of(params))
-        return await self._running().call(command, OptimStepOutput)
+        return await self._running().call(command, SteppedOutput)
 
     async def discard_gradient(self, run_id: str) -> int:
         return await self._running().call(messages.DiscardGradient(run_id), int)
@@ -184,6 +192,8 @@ class _PendingCall:
     command: messages.Start | messages.AnyCommand
     answer: asyncio.Future[msgspec.Raw]
     captured: Captured
+    started: Callable[[], None] | None = None
+    """Called when the engine begins to execute it; None once it has."""
     is_captured: bool = False
     """Whether the engine has captured the state and writes it while it executes other commands."""
     began_at: float | None = None
@@ -260,8 +270,12 @@ class EngineConnection:
         captured: Captured = ignore_capture,
         *,
         size: int = 0,
+        started: Callable[[], None] | None = None,
     ) -> R:
-        """Have the engine execute a command; one of many bytes (`size`) is encoded beside the event loop."""
+        """Have the engine execute a command; one of many bytes (`size`) is encoded beside the event loop.
+
+        `started` is called when the engine begins.
+        """
         if self._dead:
             raise _unavailable()
         alone = isinstance(command, messages.Overlapping) and command in self._suspects
@@ -271,7 +285,7 @@ class EngineConnection:
             raise _unavailable()
         self._writer.write(frame)
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        sent = self._waiting[request.id] = _PendingCall(command, answer, captured)
+        sent = self._waiting[request.id] = _PendingCall(command, answer, captured, started)
         with tracing.span(f"engine {type(command).__name__}"):
             sent_at = perf_counter()
             try:
@@ -319,6 +333,7 @@ class EngineConnection:
                 for key in report.ids:
                     if (pending := self._waiting.get(key)) is not None and pending.began_at is None:
                         pending.began_at = now
+                self._note_started(report.ids)
             case messages.Captured():
                 self._capture(report.id)
             case messages.Reply():
@@ -342,6 +357,13 @@ class EngineConnection:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.child.kill()
+
+    def _note_started(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            waiting = self._waiting.get(request_id)
+            if waiting is not None and waiting.started is not None:
+                waiting.started()
+                waiting.started = None  # its further passes are reported too
 
     def _capture(self, request_id: int) -> None:
         self._executing.discard(request_id)

@@ -20,12 +20,11 @@ from paceline.types import (
     FullParameters,
     LoraConfig,
     ModelInfo,
-    OptimStepOutput,
     RunParameters,
 )
 from paceline.types.training import Array
 from trainer_service.engine_link.options import EngineOptions
-from trainer_service.engine_link.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs
+from trainer_service.engine_link.protocol import AccumulatedOutput, AdapterInfo, LoadedState, PublishedAs, SteppedOutput
 
 LENGTH_BYTES = 8
 """Size of a frame's length prefix."""
@@ -115,7 +114,7 @@ READ_ONLY = (SaveState, SaveAdapter)
 """Commands that change nothing in the engine; only rank 0 executes them."""
 Overlapping = ForwardBackward | SaveState | SaveAdapter
 """Commands that the engine executes at the same time as others, unless `Request.alone` is set."""
-Result = ModelInfo | AdapterInfo | AccumulatedOutput | OptimStepOutput | LoadedState | int | None
+Result = ModelInfo | AdapterInfo | AccumulatedOutput | SteppedOutput | LoadedState | int | None
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

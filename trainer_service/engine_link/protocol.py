@@ -34,6 +34,18 @@ class AccumulatedOutput(ForwardBackwardOutput):
 
     gradient_tokens: int = 0
     """Counted positions of the run's gradient that waits for the optimizer; 0 if none waits."""
+    waited_milliseconds: float = 0.0
+    """Time until the first of its passes began; set by the service, which knows when it asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedOutput(OptimStepOutput):
+    """The result of an optimizer step, and the memory that the engine uses after it."""
+
+    peak_bytes: int = 0
+    """Most resident memory of the engine's process so far; of rank 0 if there are several."""
+    gpu_bytes: int = 0
+    """Memory allocated on its GPU at most so far; 0 without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +135,7 @@ class TrainerEngine(Protocol):
         """
         ...
 
-    def optim_step(self, run_id: str, params: OptimizerParams) -> OptimStepOutput:
+    def optim_step(self, run_id: str, params: OptimizerParams) -> SteppedOutput:
         """Apply the accumulated gradient with the optimizer of `params` and clear it.
 
         Raises OptimizerChanged if the run has state of another optimizer.

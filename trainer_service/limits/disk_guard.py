@@ -4,8 +4,9 @@ Space is checked before anything is written, so that a full disk is noticed befo
 
 A tenant's bytes are counted once at startup. After that, an entry is measured whenever it gets or loses its name: a
 checkpoint, a version, a snapshot, a journal segment, or a loaded checkpoint that is kept for replay (even where it
-shares its bytes with the original). Each measurement replaces the previous one. A checkpoint counts as long as it
-exists, even after its run is deleted. run.json and its copy do not count.
+shares its bytes with the original). A run's metrics and rollouts are measured whenever they grow. Each measurement
+replaces the previous one. A checkpoint counts as long as it exists, even after its run is deleted. run.json and its
+copy do not count.
 """
 
 from __future__ import annotations
@@ -187,7 +188,11 @@ NO_GUARD = DiskGuard()
 
 
 def _parts(folder: Path) -> Iterator[Path]:
-    """Yield the counted parts of a run's folder: the contents of its subfolders, as far as they can be listed."""
+    """Yield the counted parts of a run's folder: metrics, rollouts, and what its subfolders hold.
+
+    A subfolder that cannot be listed has none.
+    """
+    yield from (folder / layout.METRICS_FILE, folder / layout.ROLLOUTS_FILE)
     for part in folder.iterdir() if folder.exists() else ():
         try:
             yield from layout.entries(part, "[!.]*")

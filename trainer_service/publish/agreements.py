@@ -96,6 +96,9 @@ class Agreements:
             registry=metrics,
         )
 
+        self.on_compared: Callable[[pb.Agreement], object] = lambda agreement: None
+        """Called with each result of a comparison."""
+
     def all(self) -> list[pb.Agreement]:
         """Return all agreements of the watching samplers."""
         return [one for _, known in sorted(self._known.items()) for _, one in sorted(known.items())]
@@ -170,6 +173,7 @@ class Agreements:
                 seen.comparing.pop(run_id, None)
             seen.unanswered.pop(run_id, None)
         self._known.setdefault(watcher.sampler_id, {})[run_id] = agreement
+        self.on_compared(agreement)
         fields = {
             "sampler": watcher.sampler_id,
             "run": run_id,

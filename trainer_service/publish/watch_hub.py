@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -120,6 +120,9 @@ class WatchHub:
         self._deleted: set[str] = set()
         """Runs that were deleted, also before this process started, for samplers that do not watch at that time."""
         self._changed = asyncio.Condition()
+
+        self.on_acknowledged: Callable[[str, int], object] = lambda run_id, version: None
+        """Called with the run and the number of an announced version that a sampler has loaded."""
 
     def count(self) -> int:
         """Return the number of watchers."""
@@ -238,6 +241,7 @@ class WatchHub:
             if announced is not None:
                 self._acks[key][watcher.sampler_id] = ack
                 self._refusals[key].pop(watcher.sampler_id, None)
+                self.on_acknowledged(*key)
             await self._notify()
         return watcher.sampler_id in self._acks.get(key, {})
 

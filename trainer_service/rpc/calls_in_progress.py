@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 
 from paceline.rpc.interceptors import AroundInterceptor, Call
 
-_WATCH = "/paceline.weights.v1.WeightService/WatchVersions"
+_WATCHES = frozenset(
+    {"/paceline.weights.v1.WeightService/WatchVersions", "/paceline.metrics.v1.MetricsService/WatchMetrics"}
+)
 
 
 class CallsInProgress(AroundInterceptor):
@@ -21,7 +23,7 @@ class CallsInProgress(AroundInterceptor):
 
     @asynccontextmanager
     async def around(self, call: Call) -> AsyncIterator[None]:
-        if call.method == _WATCH:
+        if call.method in _WATCHES:
             yield
             return
         self._count += 1

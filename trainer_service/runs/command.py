@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from time import perf_counter
@@ -36,6 +36,8 @@ class Outcome:
     """Number of the version; 0 for none."""
     version_blake3: str = ""
     """BLAKE3-256 of that version."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What was measured and the answer does not say, by its name among the run's metrics."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -101,6 +101,11 @@ class RunRecord:
         """Sort key of lists: time of creation, then id."""
         return f"{self.create_time.timestamp():020.6f} {self.run_id}"
 
+    @property
+    def present_step(self) -> int:
+        """Optimizer steps taken; in the middle of a replay, as before it."""
+        return (self.counters_before_replay or self.counters()).step
+
     def counters(self) -> Counters:
         """Return the counters that the journal keeps with each answer."""
         return Counters(self.step, self.latest_version, self.next_version, self.gradient_tokens)
@@ -171,7 +176,7 @@ class RunRecord:
             "request_digest": self.request_digest,
             "user_metadata": self.user_metadata,
             "adapted_modules": self.adapted_modules,
-            "step": (self.counters_before_replay or self.counters()).step,
+            "step": self.present_step,
             "attachment": self.attachment,
             "attached": self.attached,
             "version_limit": self.version_limit,

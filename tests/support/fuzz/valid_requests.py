@@ -75,6 +75,10 @@ def valid_request(method: MethodDescriptor, owned: Owned, seq_id: int = 1) -> Me
         "LoadVersion": {"model": version},
         "UnloadVersion": {"model": version},
         "FetchVersion": {"model": version},
+        "LogMetrics": {**run, "values": {"reward": 1.0}, "rollouts": [{"completion": "b"}], "request_id": "hostile"},
+        "GetMetrics": run,
+        "WatchMetrics": {**run, "max_seconds": 0},
+        "GetRollouts": run,
         **{name: {} for name in ABOUT_NOTHING},
         "RenderConversations": {"conversations": [CONVERSATION]},
     }[method.name]

@@ -24,6 +24,8 @@ from trainer_service.engine_link.client import EngineProcess
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.limits.gates import ByteGate
+from trainer_service.metrics.recorder import Recorder
+from trainer_service.metrics.store import MetricsStore
 from trainer_service.publish.process_group import BroadcastGroup, GroupOptions
 from trainer_service.publish.publisher import Publisher
 from trainer_service.publish.watch_hub import WatchHub
@@ -78,6 +80,8 @@ class TrainerParts:
             group,
             self.guard,
         )
+        metrics = MetricsStore(self.volume, self.guard, CollectorRegistry(), 1 << 20, 1 << 20)
+        recorder = Recorder(metrics)
         self.executor = CommandExecutor(settings, self._engine, self._registry, checkpoints, self.publisher, self.guard)
         self.recovery = Recovery(
             self._engine,
@@ -91,9 +95,10 @@ class TrainerParts:
             checkpoints,
             self._registry,
             TrainerMetrics(CollectorRegistry()),
+            recorder,
         )
         self.lifecycle = RunLifecycle(
-            64, self._engine, self._registry, checkpoints, self.publisher, self.recovery.start
+            64, self._engine, self._registry, checkpoints, self.publisher, self.recovery.start, recorder
         )
         await self._registry.restore()
         self.publisher.start()

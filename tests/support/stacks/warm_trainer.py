@@ -9,6 +9,7 @@ import grpc
 
 from paceline import codec, errors
 from paceline.codec.commands import execute_request
+from paceline.metrics.v1.metrics_service_pb2_grpc import MetricsServiceStub
 from paceline.rpc.health import wait_until_serving
 from paceline.rpc.status import error_from_rpc
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -70,6 +71,12 @@ class WarmTrainer:
     def text(self):
         """Return its log."""
         return self.log.read_text(errors="replace")
+
+    @contextmanager
+    def metrics(self):
+        """Yield a stub of the metrics."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+            yield MetricsServiceStub(channel)
 
     @contextmanager
     def connect(self):

@@ -10,6 +10,7 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 from support.patience import PATIENCE
 
 from paceline import errors, layout
@@ -20,6 +21,8 @@ from trainer_service.checkpoints.store import CheckpointStore
 from trainer_service.engine_link.protocol import AdapterInfo
 from trainer_service.failpoints import NO_FAILPOINTS
 from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
+from trainer_service.metrics.recorder import Recorder
+from trainer_service.metrics.store import MetricsStore
 from trainer_service.run_lifecycle import RunLifecycle
 from trainer_service.runs import registry as registry_module
 from trainer_service.runs.deletion import DeletedRuns
@@ -74,7 +77,8 @@ async def registry(volume):
 @pytest.fixture
 def lifecycle(volume, engine, registry):
     publisher = SimpleNamespace(cancel_waits=nothing, forget=nothing)
-    return RunLifecycle(64, engine, registry, CheckpointStore(volume), publisher, lambda *_: None)
+    store = MetricsStore(volume, NO_GUARD, CollectorRegistry(), 1 << 20, 1 << 20)
+    return RunLifecycle(64, engine, registry, CheckpointStore(volume), publisher, lambda *_: None, Recorder(store))
 
 
 async def leave(work, monkeypatch, module, name):

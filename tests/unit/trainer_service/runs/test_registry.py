@@ -428,7 +428,18 @@ async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volu
         gate, policy = ByteGate(1), SnapshotPolicy(1000, 1 << 30, 1e9)
         doing = Rebuilding(gate)
         recovery = Recovery(
-            doing, storage, doing, doing, policy, gate, NO_FAILPOINTS, asyncio.ensure_future, None, registry, METRICS
+            doing,
+            storage,
+            doing,
+            doing,
+            policy,
+            gate,
+            NO_FAILPOINTS,
+            asyncio.ensure_future,
+            None,
+            registry,
+            METRICS,
+            None,
         )
         await asyncio.gather(*(recovery.recover(run) for run in registry))
         assert doing.used == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
@@ -489,6 +500,7 @@ async def test_a_step_whose_answer_found_no_space_is_in_the_run_that_is_rebuilt(
                 None,
                 registry,
                 METRICS,
+                None,
             )
             await recovery.recover(run)
         assert doing.replayed == [3, 4, 5, 6]
