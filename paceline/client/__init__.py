@@ -2,6 +2,7 @@
 
 from paceline.client.connection import RetryPolicy, Timeouts
 from paceline.client.futures import PacelineFuture
+from paceline.client.metrics import MetricsStream
 from paceline.client.results import (
     Account,
     Acknowledgement,
@@ -18,6 +19,7 @@ __all__ = [
     "Account",
     "Acknowledgement",
     "LogprobsResult",
+    "MetricsStream",
     "PacelineFuture",
     "PublishResult",
     "RetryPolicy",

@@ -16,6 +16,7 @@ import grpc
 
 from paceline import codec, errors
 from paceline.client.batching import render_all, sendable
+from paceline.client.metrics import MetricsStream, read_metrics, read_rollouts
 from paceline.client.results import Account, ServerCapabilities, capabilities_from_proto, path_of
 from paceline.client.transport import Connected, Transport, blocking, read
 from paceline.client.uploads import upload
@@ -23,6 +24,7 @@ from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.layout import CONFIG_FILE, MANIFEST_FILE, CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
+from paceline.types.metrics import Metrics, RolloutRow
 from paceline.types.training import is_iterable
 from paceline.weights.manifest import Sums, is_model, read_manifest, read_sums, weights_file
 
@@ -117,6 +119,31 @@ class Catalog(Connected):
         await self.transport.submit(call)
 
     delete_run = blocking(delete_run_async)
+
+    async def metrics_async(
+        self, run_id: str, names: Sequence[str] = (), *, at_most_points: int | None = None
+    ) -> Metrics:
+        """Return what was measured of a run: the trainer's values (docs/metrics.md) and those that clients logged.
+
+        With `names` only these values, and only rows that have one. `at_most_points` thins the rows evenly to at most
+        so many, the first and the last among them; for a curve, name its value too. Errors: RunNotFound, OutOfRange.
+        """
+        return await self.transport.submit(read_metrics(self.transport, run_id, names, at_most_points))
+
+    metrics = blocking(metrics_async)
+
+    def watch_metrics(self, run_id: str, *, after: int = 0) -> MetricsStream:
+        """Return an iterator over a run's rows after a number: those that are there, then each as it is written.
+
+        Makes no call itself. Errors: RunNotFound, OutOfRange.
+        """
+        return MetricsStream(self.transport, run_id, after)
+
+    async def rollouts_async(self, run_id: str, step: int | None = None, *, limit: int = 100) -> list[RolloutRow]:
+        """Return the newest rollouts of a run, newest first, of one step or of all. Errors: RunNotFound, OutOfRange."""
+        return await self.transport.submit(read_rollouts(self.transport, run_id, step, limit))
+
+    rollouts = blocking(rollouts_async)
 
     async def list_checkpoints_async(self, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
         """List checkpoints, newest first, of one run or all runs, of one kind or both. Errors: RunNotFound."""

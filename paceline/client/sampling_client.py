@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import fields
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
@@ -16,6 +16,7 @@ from paceline import codec, errors
 from paceline.client.connection import Connection
 from paceline.client.futures import PacelineFuture, awaitable
 from paceline.client.results import LogprobsResult
+from paceline.client.streams import Stream
 from paceline.client.tokenizer import get_tokenizer
 from paceline.client.transport import Connected, Metadata, Transport, blocking, read
 from paceline.codec.training import FLOATS
@@ -182,7 +183,7 @@ def _encode_params(params: SamplingParams | None) -> sampling_pb2.SamplingParams
     return codec.sampling_params_to_proto(params or SamplingParams())
 
 
-class SampleStream:
+class SampleStream(Stream[StreamedTokens]):
     """Completions in progress: iterate once, with `for` or `async for`.
 
     The request is sent at the first iteration and counts as a call in flight until the stream ends. Leaving the loop
@@ -195,73 +196,15 @@ class SampleStream:
     """
 
     def __init__(self, transport: Transport, request: pb.SampleStreamRequest, metadata: Metadata) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._request = request
         self._metadata = metadata
-        self._call: grpc.aio.UnaryStreamCall[pb.SampleStreamRequest, pb.SampleStreamResponse] | None = None
-        self._reading: asyncio.Task[Any] | None = None
-        """The task that waits for the next message."""
-        self._closed = False
-        """Whether no more tokens are wanted. Set on the thread that closes; everything else is set on THREAD."""
-        self._ended = False
-        """Whether the call, if there was one, was ended and its place among the calls in flight released."""
         self._received = 0
         """Number of tokens received."""
 
-    def __iter__(self) -> Generator[StreamedTokens]:
-        try:
-            while not self._closed:
-                delta = self._transport.submit(self._next()).result()
-                if delta is None or self._closed:
-                    return
-                yield delta
-        finally:
-            self.close()
-
-    async def __aiter__(self) -> AsyncGenerator[StreamedTokens]:
-        try:
-            while not self._closed:
-                delta = await self._transport.submit(self._next())
-                if delta is None or self._closed:
-                    return
-                yield delta
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Cancel the rest of the stream, from any thread. An iteration in progress gets no more tokens and ends.
-
-        Does not block; closing twice does nothing.
-        """
-        self._closed = True
-        self._transport.run_soon(self._end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    async def _next(self) -> StreamedTokens | None:
-        if self._closed:
-            return None
-        self._reading = asyncio.current_task()
-        try:
-            message = await self._read()
-        except (asyncio.CancelledError, errors.PacelineError):
-            if self._closed:  # the reader asked for no more, so how the stream ended is not its concern
-                return None
-            raise
-        finally:
-            self._reading = None
+    async def _take(self) -> StreamedTokens | None:
+        message = await self._read()
         if message is None:
-            self._end()
             return None
         self._received += len(message.tokens)
         return codec.delta_from_proto(message)
@@ -290,12 +233,3 @@ class SampleStream:
             message = f"{error.message}; {received}"
             return type(error)(message, field=error.field, metadata=error.metadata, retry_after=error.retry_after)
         return error
-
-    def _end(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        if self._call is not None:
-            self._transport.end_stream(self._call)
-        elif self._reading is not None:  # it waits to be sent, or for the first message; cancelling it ends the call
-            self._reading.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, SupportsFloat
 
 from paceline import codec, errors
 from paceline.client.batching import make_batch
@@ -12,6 +12,7 @@ from paceline.client.choices import chosen
 from paceline.client.commands import CommandSender, command
 from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture, awaitable
+from paceline.client.metrics import log_rollouts, log_values, read_metrics, rollout_requests, values_request
 from paceline.client.results import PublishResult, path_of, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.step_condition import Passes, passes_of, put_condition, step_in
@@ -33,6 +34,7 @@ from paceline.types import (
     Run,
 )
 from paceline.types.hints import hinted
+from paceline.types.metrics import Metrics, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -273,6 +275,34 @@ class TrainingClient(Connected):
     def create_sampling_client(self, path: str | Checkpoint) -> SamplingClient:
         """Return a client that samples from a sampler checkpoint. Makes no call itself. Errors: InvalidPath."""
         return SamplingClient(self.transport, ModelRef(checkpoint=str(CheckpointPath.parse(path_of(path)))))
+
+    def log(self, values: Mapping[str, SupportsFloat], step: int | None = None) -> PacelineFuture[int]:
+        """Add a row of values to the run's metrics; the answer is its number.
+
+        Not a command: it waits for none, and `step` None means the steps that the run has taken when the call arrives.
+        Names have 1 to 128 characters of letters, digits, spaces and _./:@-; NaN and infinity are values too. A row has
+        at most 256. Errors: RunNotFound, InvalidArgument, InvalidName, OutOfRange, MissingField, DiskFull,
+        QuotaExceeded.
+        """
+        return self.transport.submit(log_values(self.transport, values_request(self.run_id, values, step)))
+
+    log_async = awaitable(log)
+
+    def log_rollouts(self, rollouts: Sequence[Rollout], step: int | None = None) -> PacelineFuture[int]:
+        """Add rollouts to the run's; the answer is the number of the last. `step` as in `log`.
+
+        The service keeps the newest that fit its setting `rollouts_max_bytes_per_run`. Errors: RunNotFound, EmptyBatch,
+        InvalidArgument, OutOfRange, DiskFull, QuotaExceeded.
+        """
+        return self.transport.submit(log_rollouts(self.transport, rollout_requests(self.run_id, rollouts, step)))
+
+    log_rollouts_async = awaitable(log_rollouts)
+
+    async def metrics_async(self, names: Sequence[str] = (), *, at_most_points: int | None = None) -> Metrics:
+        """Return what was measured of the run, as `ServiceClient.metrics` does. Errors: RunNotFound, OutOfRange."""
+        return await self.transport.submit(read_metrics(self.transport, self.run_id, names, at_most_points))
+
+    metrics = blocking(metrics_async)
 
     async def get_info_async(self) -> Run:
         """Return the run's current record. Errors: RunNotFound."""

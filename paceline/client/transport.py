@@ -21,6 +21,7 @@ from paceline.client.loop_thread import OWNER, THREAD, check_may_wait
 from paceline.client.retry import RetryLog, call_name, with_retries
 from paceline.client.traces import calling
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
+from paceline.metrics.v1.metrics_service_pb2_grpc import MetricsServiceStub
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import API_KEY_KEY
 from paceline.rpc.status import error_from_rpc, is_from_grpc
@@ -30,6 +31,7 @@ from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 if TYPE_CHECKING:
     from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceAsyncStub
+    from paceline.metrics.v1.metrics_service_pb2_grpc import MetricsServiceAsyncStub
     from paceline.sampler.v1.sampler_service_pb2_grpc import SamplerServiceAsyncStub
     from paceline.trainer.v1.trainer_service_pb2_grpc import TrainerServiceAsyncStub
 
@@ -73,6 +75,7 @@ class Transport:
         )
         self.trainer: TrainerServiceAsyncStub = TrainerServiceStub(self._channel)
         self.sampler: SamplerServiceAsyncStub = SamplerServiceStub(self._channel)
+        self.metrics: MetricsServiceAsyncStub = MetricsServiceStub(self._channel)
         self.gateway: GatewayServiceAsyncStub = GatewayServiceStub(self._channel)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> PacelineFuture[T]:

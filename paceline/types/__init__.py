@@ -4,6 +4,7 @@ Their wire format is in `paceline.types.v1` (generated).
 """
 
 from paceline.types.commands import CommandState
+from paceline.types.metrics import Metrics, MetricsRow, Rollout, RolloutRow, RowSource
 from paceline.types.model import AdapterGroup, ModelCertificate, ModelInfo, ModelRef, PackingMode, ServedModel
 from paceline.types.optimizers import (
     AdafactorParams,
@@ -52,6 +53,8 @@ __all__ = [
     "ForwardBackwardSpec",
     "FullParameters",
     "LoraConfig",
+    "Metrics",
+    "MetricsRow",
     "ModelCertificate",
     "ModelInfo",
     "ModelRef",
@@ -60,6 +63,9 @@ __all__ = [
     "PackingMode",
     "Quota",
     "Reduction",
+    "Rollout",
+    "RolloutRow",
+    "RowSource",
     "Run",
     "RunParameters",
     "RunState",
