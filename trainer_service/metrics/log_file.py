@@ -35,8 +35,8 @@ _KNOWN_COMMANDS = 1024
 """Newest commands of each kind that are recognised: as many as may have no answer yet."""
 _INDEXED_LINES = 256
 """The position of one line in so many is in memory."""
-_FULL_PART = 3 / 4
-"""The part of its largest size that a file has after it was rewritten."""
+_REST = 7 / 8
+"""The part of its largest size that a file may have after it was rewritten: thinning its older half leaves 3/4."""
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _HEADS = msgspec.json.Decoder(Stored)
@@ -209,7 +209,7 @@ class LogFile(Generic[R]):
                 sizes.append(len(line))
                 steps.append(-1 if head is None else head.step)
                 of_trainer.append(head is not None and head.source is RowSource.TRAINER)
-            keep = self._shrink(Lines(sizes, steps, of_trainer), int(self._most * _FULL_PART))
+            keep = self._shrink(Lines(sizes, steps, of_trainer), int(self._most * _REST))
             try:
                 with layout.new_file(self.path) as new:
                     for (_, line), is_kept in zip(whole_lines(file, 0), keep, strict=False):

@@ -17,6 +17,7 @@ CLASSES = {
     "TrainingClient": paceline.TrainingClient,
     "SamplingClient": paceline.SamplingClient,
     "SampleStream": paceline.SampleStream,
+    "MetricsStream": paceline.MetricsStream,
     "PacelineFuture": paceline.PacelineFuture,
     "Datum": paceline.Datum,
 }

@@ -31,6 +31,9 @@ EXPORTS = frozenset(
         "FullParameters",
         "LogprobsResult",
         "LoraConfig",
+        "Metrics",
+        "MetricsRow",
+        "MetricsStream",
         "ModelCertificate",
         "ModelInfo",
         "ModelRef",
@@ -40,6 +43,9 @@ EXPORTS = frozenset(
         "PublishResult",
         "Quota",
         "RetryPolicy",
+        "Rollout",
+        "RolloutRow",
+        "RowSource",
         "Run",
         "RunState",
         "SampleResult",
@@ -80,10 +86,13 @@ SERVICE_METHODS = frozenset(
         "get_training_client",
         "list_checkpoints",
         "list_runs",
+        "metrics",
         "render_conversations",
+        "rollouts",
         "set_checkpoint_ttl",
         "update_run",
         "upload_checkpoint",
+        "watch_metrics",
         "whoami",
     ]
 )
@@ -99,6 +108,9 @@ TRAINING_METHODS = frozenset(
         "get_tokenizer",
         "load_state",
         "load_state_with_optimizer",
+        "log",
+        "log_rollouts",
+        "metrics",
         "optim_step",
         "publish_weights",
         "save_state",
@@ -130,7 +142,7 @@ NOT_FOR_CLIENTS = {
     "gateway",
 }
 
-WITHOUT_TWIN = {"create_sampling_client", "sample_stream"}
+WITHOUT_TWIN = {"create_sampling_client", "sample_stream", "watch_metrics"}
 """Methods without an async twin, because they send nothing themselves."""
 
 
