@@ -103,7 +103,7 @@ class MetricsServicer(MetricsServiceServicer):
         return pb.GetRolloutsResponse(rollouts=map(rollout_to_proto, found))
 
     async def _read(self, run: RunRecord, read: Callable[[RunLogs], T]) -> T:
-        """Read a run's files, once what a crash has cut off is there again. Raises EngineUnavailable."""
+        """Read a run's files, with the rows of all steps that have ended. Raises EngineUnavailable."""
         await self._recorder.ready(run)
         try:
             return await self._store.read(run, read)

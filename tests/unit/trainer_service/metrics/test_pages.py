@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -82,7 +83,7 @@ def test_points_are_evenly_spaced(count, most):
     chosen = evenly(count, most)
     assert len(chosen) == min(count, most)
     assert chosen == sorted(set(chosen))
-    gaps = {later - earlier for earlier, later in zip(chosen, chosen[1:], strict=False)}
+    gaps = {later - earlier for earlier, later in pairwise(chosen)}
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
