@@ -244,7 +244,8 @@ def test_a_command_that_is_refused_as_it_comes_costs_no_disk_and_keeps_its_place
 
 def test_bytes_on_the_volume_are_counted_rightly_after_a_kill_in_the_middle_of_a_save(trainer):
     def on_disk():
-        return sum(path.stat().st_size for path in trainer.volume.glob("runs/*/*/**/*") if path.is_file())
+        paths = (*trainer.volume.glob("runs/*/*/**/*"), *trainer.volume.glob("runs/*/*.jsonl"))
+        return sum(path.stat().st_size for path in paths if path.is_file())
 
     def counted(stub):
         return {quota.name: quota.used for quota in stub.GetUsage(pb.GetUsageRequest()).quotas}["volume_bytes"]
@@ -254,15 +255,15 @@ def test_bytes_on_the_volume_are_counted_rightly_after_a_kill_in_the_middle_of_a
         run = WarmRun(stub)
         run.step()
         run.save("first")
-        assert counted(stub) == on_disk() > 0
+        wait_for(lambda: counted(stub) == on_disk() > 0, PATIENCE)  # metrics are written in the background
         saving = thread.submit(run.save, "second")
         assert trainer.service.wait(PATIENCE)
         assert list(trainer.volume.glob("runs/*/state/.new-*")), "it was not killed during the save"
         assert trainer.start()
         saving.result()
-        assert counted(stub) == on_disk()
+        wait_for(lambda: counted(stub) == on_disk(), PATIENCE)
         run.call("DeleteCheckpoint", pb.DeleteCheckpointRequest(path=run.save("third").path))
-        assert counted(stub) == on_disk()
+        wait_for(lambda: counted(stub) == on_disk(), PATIENCE)
         run.delete(checkpoints=True)
         assert counted(stub) == on_disk() == 0
 

@@ -7,10 +7,8 @@ knew.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -64,8 +62,6 @@ class _Run:
     """What is known of a run in this process."""
 
     record: RunRecord
-    written: Future[None]
-    """Done when all rows are written that were made so far, those that a crash had cut off among them."""
     passes: Passes = field(default_factory=Passes)
     """Those since the last step."""
     begun: float | None = None
@@ -112,7 +108,7 @@ class Recorder:
         """Note that the passes since the last step will not be applied by the next one."""
         known = self._known(run)
         known.passes, known.begun = Passes(), None
-        self._record(known, lambda _: self._forget_carried(run.run_id))
+        self._store.record(run, lambda _: self._forget_carried(run.run_id))
 
     def acknowledged(self, run_id: str, version: int, at: float) -> None:
         """Note that a sampler has loaded a version, at a time of `perf_counter`."""
@@ -133,9 +129,8 @@ class Recorder:
 
     async def ready(self, run: RunRecord) -> None:
         """Wait until the rows are written that were made so far, those that a crash has cut off among them."""
-        written = self._known(run).written
-        if not written.done():
-            await asyncio.wait([asyncio.wrap_future(written)])
+        self._known(run)
+        await self._store.written()
 
     @asynccontextmanager
     async def deleting(self, run_id: str) -> AsyncIterator[None]:
@@ -150,8 +145,8 @@ class Recorder:
         known = self._runs.get(run.run_id)
         if known is None:
             answers = [answer for answer in run.sequencer.answers if answer.method in _TOLD_BY]
-            written = self._store.record(run, lambda log: self._restore(run.run_id, answers, log))
-            known = self._runs[run.run_id] = _Run(run, written)
+            self._store.record(run, lambda log: self._restore(run.run_id, answers, log))
+            known = self._runs[run.run_id] = _Run(run)
         return known
 
     def _stepped(self, known: _Run, reply: pb.OptimStepResponse, figures: Mapping[str, float], turn: Turn) -> None:
@@ -165,7 +160,7 @@ class Recorder:
             passes.join(self._carried.pop(run_id, Passes()))
             return [_step_row(reply, passes, {**times, **figures}, turn.seq_id)]
 
-        self._record(known, make)
+        self._store.record(known.record, make)
 
     def _published(self, known: _Run, reply: Answer, number: int, turn: Turn) -> None:
         version = known.version(number)
@@ -184,10 +179,7 @@ class Recorder:
         self._write(known, _row(version.step, {"time/publish_active": 1e3 * (version.acknowledged - version.begun)}))
 
     def _write(self, known: _Run, row: StoredRow) -> None:
-        self._record(known, lambda _: [row])
-
-    def _record(self, known: _Run, make: Callable[[LogFile[StoredRow]], Sequence[StoredRow]]) -> None:
-        known.written = self._store.record(known.record, make)
+        self._store.record(known.record, lambda _: [row])
 
     def _forget_carried(self, run_id: str) -> Sequence[StoredRow]:
         self._carried.pop(run_id, None)

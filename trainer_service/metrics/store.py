@@ -1,6 +1,7 @@
 """The metrics and rollouts of all runs: written by one thread, read by others, watched by callers.
 
-What is written is with the operating system before its caller is answered, and is synced within `_SYNC_SECONDS`.
+What a client logs is with the operating system before the client is answered. The trainer's own rows wait for
+`_GATHER_SECONDS`, so that many steps cost one write. Everything is synced within `_SYNC_SECONDS` after that.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from trainer_service.metrics.rows import StoredRollout, StoredRow
 from trainer_service.metrics.shrinking import drop_oldest, thin
 from trainer_service.runs.record import RunRecord
 
+_GATHER_SECONDS = 0.1
 _SYNC_SECONDS = 1.0
 """A power cut loses at most what was written in this time."""
 _OPEN_RUNS = 256
 """Runs whose files' index is in memory; those that were used least recently are let go of."""
 
 T = TypeVar("T")
+Make = Callable[[LogFile[StoredRow]], Sequence[StoredRow]]
+"""Returns the trainer's own rows; called by the writer, with the file that they come into."""
 _log = get_logger(__name__)
 
 
@@ -63,6 +67,13 @@ class MetricsStore:
         """Held while `_logs` is changed."""
         self._unsynced: dict[LogFile[Any], None] = {}
         """Files that were written since the last sync; only the writer uses it."""
+        self._changed: set[str] = set()
+        """Runs with rows that their watchers do not know of; only the writer uses it."""
+        self._gathered: list[tuple[RunRecord, Make]] = []
+        """The trainer's own rows that the writer does not have yet."""
+        self._gathering: asyncio.TimerHandle | None = None
+        self._newest: Future[Any] | None = None
+        """What the writer was given last."""
         self._watching: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._closed: set[str] = set()
         """Runs that are being deleted."""
@@ -84,16 +95,23 @@ class MetricsStore:
         QuotaExceeded, OSError.
         """
         self.check_is_open(run)
-        return await asyncio.wrap_future(self._submit(run, lambda: self._append(run, request_id, row, rollouts)))
+        self._flush()
+        return await asyncio.wrap_future(self._submit(lambda: self._append(run, request_id, row, rollouts)))
 
-    def record(self, run: RunRecord, make: Callable[[LogFile[StoredRow]], Sequence[StoredRow]]) -> Future[None]:
-        """Append the trainer's own rows, which `make` returns in the writer's thread, one of a command only once.
+    def record(self, run: RunRecord, make: Make) -> None:
+        """Append the trainer's own rows soon, one of a command only once.
 
         What cannot be written is dropped and counted: it never holds up a command.
         """
-        recorded = self._submit(run, lambda: self._record(run, make))
-        recorded.add_done_callback(_log_failure)
-        return recorded
+        self._gathered.append((run, make))
+        if self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._flush)
+
+    async def written(self) -> None:
+        """Wait until the writer has done what it was given so far."""
+        self._flush()
+        if self._newest is not None and not self._newest.done():
+            await asyncio.wait([asyncio.wrap_future(self._newest)])
 
     async def read(self, run: RunRecord, read: Callable[[RunLogs], T]) -> T:
         """Return what a function reads of a run's files, in a thread. Raises RunNotFound, OSError."""
@@ -126,25 +144,34 @@ class MetricsStore:
     def drain(self) -> None:
         """End the watches."""
         self._is_draining = True
-        for run_id in list(self._watching):
-            self._wake(run_id)
+        self._wake(*self._watching)
 
     @asynccontextmanager
     async def deleting(self, run_id: str) -> AsyncIterator[None]:
         """Write nothing more of a run whose files are deleted in the block, and end its watches."""
         self._closed.add(run_id)
         self._wake(run_id)
-        await asyncio.wrap_future(self._writer.submit(self._let_go, run_id))
+        await asyncio.wrap_future(self._submit(lambda: self._let_go(run_id)))
         yield
         self._closed.discard(run_id)  # from now on the run itself is known to be deleted
 
     async def close(self) -> None:
         """Write what was given, durably."""
+        self._flush()
         await asyncio.wrap_future(self._writer.submit(self._sync))
         self._writer.shutdown()
 
-    def _submit(self, run: RunRecord, work: Callable[[], T]) -> Future[T]:
-        """Have the writer do work on a run, tell those who watch it, and sync what was written a little later."""
+    def _flush(self) -> None:
+        """Give the writer the rows that were gathered."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
+        if self._gathered:
+            gathered, self._gathered = self._gathered, []
+            self._submit(lambda: self._record(gathered)).add_done_callback(_log_failure)
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have the writer do work, tell those who watch what it wrote, and sync it a little later."""
         loop = asyncio.get_running_loop()
 
         def done() -> T:
@@ -154,11 +181,13 @@ class MetricsStore:
             finally:
                 if self._unsynced and was_synced:
                     loop.call_soon_threadsafe(self._sync_later, loop)
-                if run.run_id in self._watching:
-                    loop.call_soon_threadsafe(self._wake, run.run_id)
+                if changed := self._changed & self._watching.keys():
+                    loop.call_soon_threadsafe(self._wake, *changed)
+                self._changed.clear()
                 self._let_go_of_oldest()
 
-        return self._writer.submit(done)
+        self._newest = submitted = self._writer.submit(done)
+        return submitted
 
     def _sync_later(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_later(_SYNC_SECONDS, self._sync_now)
@@ -182,18 +211,31 @@ class MetricsStore:
         row_number = logs.rows.request(request_id).number or self._write(run, logs.rows, [row])
         return row_number, number
 
-    def _record(self, run: RunRecord, make: Callable[[LogFile[StoredRow]], Sequence[StoredRow]]) -> None:
-        if run.run_id in self._closed:
-            return
-        log, made = self._logs_of(run).rows, 1
+    def _record(self, gathered: Sequence[tuple[RunRecord, Make]]) -> None:
+        """Append the trainer's rows, those of a run at once."""
+        by_run: dict[str, list[Make]] = {}
+        for run, make in gathered:
+            by_run.setdefault(run.run_id, []).append(make)
+        for run in {run.run_id: run for run, _ in gathered}.values():
+            if run.run_id not in self._closed:
+                self._record_of(run, by_run[run.run_id])
+
+    def _record_of(self, run: RunRecord, makes: Sequence[Make]) -> None:
+        log, count = self._logs_of(run).rows, len(makes)
         try:
-            rows = [row for row in make(log) if not row.seq_id or not log.has_command(row.command, row.seq_id)]
-            made = len(rows)
+            rows, seen = list[StoredRow](), set[tuple[str, int]]()
+            for row in (row for make in makes for row in make(log)):
+                about = (row.command, row.seq_id)
+                if row.seq_id and (about in seen or log.has_command(*about)):
+                    continue  # of a command that is executed several times, the first row stays
+                seen.add(about)
+                rows.append(row)
+            count = len(rows)
             if rows:
                 self._write(run, log, rows)
                 self._is_refused = False
         except (errors.PacelineError, OSError) as error:
-            self._dropped.inc(made)
+            self._dropped.inc(count)
             if not self._is_refused:
                 self._is_refused = True
                 message = "the trainer's rows of metrics cannot be written; they are dropped until they can"
@@ -202,6 +244,7 @@ class MetricsStore:
     def _write(self, run: RunRecord, log: LogFile[Any], rows: Sequence[StoredRow | StoredRollout]) -> int:
         number = log.append(rows)
         self._unsynced[log] = None
+        self._changed.add(run.run_id)
         return number
 
     def _sync(self) -> None:
@@ -236,9 +279,10 @@ class MetricsStore:
             while len(self._logs) > _OPEN_RUNS:
                 self._logs.popitem(last=False)
 
-    def _wake(self, run_id: str) -> None:
-        for change in self._watching.get(run_id, ()):
-            change.set()
+    def _wake(self, *run_ids: str) -> None:
+        for run_id in run_ids:
+            for change in self._watching.get(run_id, ()):
+                change.set()
 
 
 def _log_failure(recorded: Future[None]) -> None:

@@ -80,7 +80,7 @@ class TrainerParts:
             group,
             self.guard,
         )
-        metrics = MetricsStore(self.volume, self.guard, CollectorRegistry(), 1 << 20, 1 << 20)
+        metrics = MetricsStore(self.volume, NO_GUARD, CollectorRegistry(), 1 << 20, 1 << 20)
         recorder = Recorder(metrics)
         self.executor = CommandExecutor(settings, self._engine, self._registry, checkpoints, self.publisher, self.guard)
         self.recovery = Recovery(
