@@ -47,7 +47,9 @@ _SECONDS_ALONE = 90.0
 acknowledgements if it does not say how long.
 """
 _MAX_HANGING = 5
-_WAITS = frozenset({"/paceline.weights.v1.WeightService/WatchVersions"})
+_WAITS = frozenset(
+    {"/paceline.weights.v1.WeightService/WatchVersions", "/paceline.metrics.v1.MetricsService/WatchMetrics"}
+)
 """Methods whose calls last until the caller leaves."""
 _FOLLOW_SECONDS = 0.2
 _RETRIEVE, _CANCEL = "/api/v1/retrieve_future", "/api/v1/cancel_future"
