@@ -31,7 +31,7 @@ _MAX_TARGETS = (512, 256)
 
 
 def check_request_id(request_id: str, per: str) -> None:
-    """Check the key that makes CreateRun and AttachRun idempotent; `per` says for what a new one is generated."""
+    """Check the key that makes a call safe to repeat; `per` says for what a new one is generated."""
     if not request_id:
         message = f"is not set; generate one per {per}, and give the same one when the call is repeated"
         raise errors.MissingField(message, field="request_id")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.types.reprs import ShortRepr
 from paceline.types.training import Array
 
 
@@ -22,8 +23,8 @@ class RowSource(Enum):
     CLIENT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class MetricsRow:
+@dataclass(frozen=True, slots=True, repr=False)
+class MetricsRow(ShortRepr):
     """Values of one step."""
 
     number: int
@@ -86,8 +87,8 @@ class Metrics(Mapping[str, Array]):
         return next(row.values[name] for row in reversed(self.rows) if name in row.values)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class Rollout:
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Rollout(ShortRepr):
     """A prompt, what was sampled after it, and how good that was. All its text has at most 65,536 bytes."""
 
     prompt: str = ""
@@ -112,8 +113,8 @@ class Rollout:
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutRow:
+@dataclass(frozen=True, slots=True, repr=False)
+class RolloutRow(ShortRepr):
     """A rollout that was logged."""
 
     number: int

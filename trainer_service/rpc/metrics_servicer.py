@@ -42,7 +42,7 @@ class MetricsServicer(MetricsServiceServicer):
 
     async def LogMetrics(self, request: pb.LogMetricsRequest, context: Context) -> pb.LogMetricsResponse:
         run = self._registry.get(request.run_id, current_identity())
-        validation.check_request_id(request.request_id)
+        validation.check_request_id(request.request_id, "call")
         check_logged(request)
         await self._recorder.ready(run)
         step = request.step if request.HasField("step") else run.present_step
