@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsFloat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, SupportsFloat
 from uuid import uuid4
 
 import grpc
 
 from paceline import codec, errors
+from paceline.client.futures import CommandOrder, IssuedCommand, PacelineFuture
 from paceline.client.streams import Stream
 from paceline.client.transport import Transport, read
 from paceline.codec.metrics import metrics_row_from_proto, rollout_row_from_proto, rollout_to_proto
 from paceline.layout import check_run_id
 from paceline.metrics.v1 import metrics_service_pb2 as pb
 from paceline.types.metrics import Metrics, MetricsRow, Rollout, RolloutRow
-from paceline.types.training import as_names
+from paceline.types.training import as_names, is_iterable
 
 _MOST_ROLLOUTS = 64
 """Most rollouts of one call."""
@@ -25,47 +28,56 @@ _RESUMED_AFTER = (errors.Unavailable, errors.TimedOut, errors.ReaderStalled)
 """Errors with which a watch may end that goes on with another call."""
 
 
-def values_request(run_id: str, values: Mapping[str, SupportsFloat], step: int | None) -> pb.LogMetricsRequest:
-    """Return the request that logs values. Raises InvalidArgument, OutOfRange."""
-    if not isinstance(values, Mapping):
-        raise errors.InvalidArgument.of_type(values, "a dict of numbers", "values")
-    numbers = {name: _number(value, f"values[{name}]") for name, value in values.items()}
-    return codec.make(pb.LogMetricsRequest, run_id=run_id, values=numbers, step=step, request_id=uuid4().hex)
+class MetricsLog:
+    """Logs values and rollouts of one run, in the order in which they are given; no command waits for them."""
 
+    def __init__(self, transport: Transport, run_id: str) -> None:
+        self._transport = transport
+        self._run_id = run_id
+        self._order = CommandOrder()
+        self._turn = asyncio.Lock()
+        self._numbers = count(1)
 
-def rollout_requests(run_id: str, rollouts: Iterable[Rollout], step: int | None) -> list[pb.LogMetricsRequest]:
-    """Return the requests that log rollouts. Raises InvalidArgument, OutOfRange."""
-    if isinstance(rollouts, Rollout) or not isinstance(rollouts, Iterable):
-        raise errors.InvalidArgument.of_type(rollouts, "a list of Rollout", "rollouts")
-    messages = []
-    for index, rollout in enumerate(rollouts):
-        if not isinstance(rollout, Rollout):
-            raise errors.InvalidArgument.of_type(rollout, "a Rollout", f"rollouts[{index}]")
-        messages.append(rollout_to_proto(rollout))
-    if not messages:
-        raise errors.EmptyBatch("holds no rollout; give at least one", field="rollouts")
-    return [
-        codec.make(
-            pb.LogMetricsRequest,
-            run_id=run_id,
-            rollouts=messages[start : start + _MOST_ROLLOUTS],
-            step=step,
-            request_id=uuid4().hex,
-        )
-        for start in range(0, len(messages), _MOST_ROLLOUTS)
-    ]
+    def put_values(self, values: Mapping[str, SupportsFloat], step: int | None) -> PacelineFuture[int]:
+        """Log values; the answer is the row's number. Raises InvalidArgument, OutOfRange."""
+        if not isinstance(values, Mapping):
+            raise errors.InvalidArgument.of_type(values, "a dict of numbers", "values")
+        numbers = {name: _number(value, f"values[{name}]") for name, value in values.items()}
+        return self._put([self._request(step, values=numbers)], lambda reply: reply.number)
 
+    def put_rollouts(self, rollouts: Iterable[Rollout], step: int | None) -> PacelineFuture[int]:
+        """Log rollouts; the answer is the number of the last. Raises InvalidArgument, OutOfRange, EmptyBatch."""
+        if isinstance(rollouts, Rollout) or not is_iterable(rollouts):
+            raise errors.InvalidArgument.of_type(rollouts, "a list of Rollout", "rollouts")
+        messages = []
+        for index, rollout in enumerate(rollouts):
+            if not isinstance(rollout, Rollout):
+                raise errors.InvalidArgument.of_type(rollout, "a Rollout", f"rollouts[{index}]")
+            messages.append(rollout_to_proto(rollout))
+        if not messages:
+            raise errors.EmptyBatch("holds no rollout; give at least one", field="rollouts")
+        starts = range(0, len(messages), _MOST_ROLLOUTS)
+        requests = [self._request(step, rollouts=messages[start : start + _MOST_ROLLOUTS]) for start in starts]
+        return self._put(requests, lambda reply: reply.rollout_number)
 
-async def log_values(transport: Transport, request: pb.LogMetricsRequest) -> int:
-    """Log values; return the row's number."""
-    return int((await transport.call(transport.metrics.LogMetrics, request, "query")).number)
+    def _request(self, step: int | None, **logged: Any) -> pb.LogMetricsRequest:
+        return codec.make(pb.LogMetricsRequest, run_id=self._run_id, step=step, request_id=uuid4().hex, **logged)
 
+    def _put(
+        self, requests: Sequence[pb.LogMetricsRequest], decode: Callable[[pb.LogMetricsResponse], int]
+    ) -> PacelineFuture[int]:
+        # Closing the client waits for them as it does for commands: they are the last that a script does.
+        number = next(self._numbers)
+        issued = IssuedCommand(f"LogMetrics {number} of {self._run_id}", self._order, number)
+        return self._transport.submit_command(issued, self._send(requests, decode))
 
-async def log_rollouts(transport: Transport, requests: Sequence[pb.LogMetricsRequest]) -> int:
-    """Log rollouts in order; return the number of the last."""
-    for request in requests:
-        reply = await transport.call(transport.metrics.LogMetrics, request, "query")
-    return int(reply.rollout_number)
+    async def _send(
+        self, requests: Sequence[pb.LogMetricsRequest], decode: Callable[[pb.LogMetricsResponse], int]
+    ) -> int:
+        async with self._turn:
+            for request in requests:
+                reply = await self._transport.call(self._transport.metrics.LogMetrics, request, "query")
+        return decode(reply)
 
 
 async def read_metrics(transport: Transport, run_id: str, names: Sequence[str], at_most_points: int | None) -> Metrics:

@@ -12,7 +12,7 @@ from paceline.client.choices import chosen
 from paceline.client.commands import CommandSender, command
 from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture, awaitable
-from paceline.client.metrics import log_rollouts, log_values, read_metrics, rollout_requests, values_request
+from paceline.client.metrics import MetricsLog, read_metrics
 from paceline.client.results import PublishResult, path_of, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
 from paceline.client.step_condition import Passes, passes_of, put_condition, step_in
@@ -81,6 +81,7 @@ class TrainingClient(Connected):
         super().__init__(transport)
         self.run_id = run.run_id
         self._base_model = run.base_model
+        self._log = MetricsLog(transport, run.run_id)
         self._sender = CommandSender(transport, run.run_id, run.last_seq_id, attachment)
 
     def __repr__(self) -> str:
@@ -279,12 +280,13 @@ class TrainingClient(Connected):
     def log(self, values: Mapping[str, SupportsFloat], step: int | None = None) -> PacelineFuture[int]:
         """Add a row of values to the run's metrics; the answer is its number.
 
-        Not a command: it waits for none, and `step` None means the steps that the run has taken when the call arrives.
+        Not a command: it waits only for what was logged before, and `step` None means the steps that the run has taken
+        when the call arrives. Closing the client waits for it.
         Names have 1 to 128 characters of letters, digits, spaces and _./:@-; NaN and infinity are values too. A row has
         at most 256. Errors: RunNotFound, InvalidArgument, InvalidName, OutOfRange, MissingField, DiskFull,
         QuotaExceeded.
         """
-        return self.transport.submit(log_values(self.transport, values_request(self.run_id, values, step)))
+        return self._log.put_values(values, step)
 
     log_async = awaitable(log)
 
@@ -294,7 +296,7 @@ class TrainingClient(Connected):
         The service keeps the newest that fit its setting `rollouts_max_bytes_per_run`. Errors: RunNotFound, EmptyBatch,
         InvalidArgument, OutOfRange, DiskFull, QuotaExceeded.
         """
-        return self.transport.submit(log_rollouts(self.transport, rollout_requests(self.run_id, rollouts, step)))
+        return self._log.put_rollouts(rollouts, step)
 
     log_rollouts_async = awaitable(log_rollouts)
 

@@ -70,6 +70,14 @@ def test_a_publish_tells_how_long_it_took_until_samplers_had_it_and_how_far_they
     assert 0 <= metrics["difference/mean"][0] < 1e-3
 
 
+def test_what_is_logged_keeps_its_order_and_is_there_once_the_client_is_closed(cluster, service, training):
+    with paceline.ServiceClient(cluster.address, cluster.api_key) as other:
+        logging = other.get_training_client(training.run_id)
+        for number in range(50):
+            logging.log({"number": number})
+    assert [row.values["number"] for row in service.metrics(training.run_id).rows] == list(range(50))
+
+
 def test_rollouts_come_back_as_they_were_logged(service, training):
     logged = [paceline.Rollout("2 + 2 = ", str(n), float(n), env="sums", attempt=n) for n in range(150)]
     assert training.log_rollouts(logged).result() == 150
