@@ -67,6 +67,7 @@ def valid_request(method: MethodDescriptor, owned: Owned, seq_id: int = 1) -> Me
         "ListVersions": run,
         "DeleteCheckpoint": {"path": owned.state},
         "DownloadCheckpoint": {"path": owned.state},
+        "UploadCheckpoint": {"header": {**run, "name": "b"}},  # the first of its messages
         "SetCheckpointTtl": {"path": owned.sampler, "ttl_seconds": 3600},
         "Sample": {"model": version, "prompt": tokens, "params": {"max_tokens": 1}},
         "SampleStream": {"model": version, "prompt": tokens, "params": {"max_tokens": 1}},
