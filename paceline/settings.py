@@ -80,7 +80,7 @@ class ServiceSettings(BaseSettings):
     Empty: that of OTEL_EXPORTER_OTLP_ENDPOINT, and no tracing without one.
     """
     trace_file: Path | None = None
-    """File to which spans are appended as lines of JSON, for `python -m paceline.tracing`; requires the extra otel."""
+    """File to which spans are appended as lines of JSON, for `paceline trace`; requires the extra otel."""
     reflection: bool = True
     """Serve gRPC reflection."""
     drain_seconds: float = Field(20.0, ge=0)

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import atropos, checkpoints, doctor, logs, runs, sampling, status, up
+from paceline.cli import atropos, checkpoints, doctor, logs, runs, sampling, status, trace, up
 from paceline.cli.output import CommandFailed, say
 from paceline.errors import PacelineError
 
@@ -47,6 +47,7 @@ def make_app() -> typer.Typer:
     logs.add_to(app, RUN_IT)
     status.add_to(app, SEE_IT)
     sampling.add_to(app, SEE_IT)
+    trace.add_to(app, SEE_IT)
     app.add_typer(runs.app, name="runs", rich_help_panel=KEEP_IT)
     app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel=KEEP_IT)
     atropos.add_to(app, TRAIN)

@@ -47,6 +47,6 @@ def test_a_command_is_listed_with_its_arguments_and_options(name):
     assert said == command.help.splitlines()[0].strip()
 
 
-@pytest.mark.parametrize("name", COMMANDS.keys() - {"up", "doctor", "logs", "chat", "atropos"})
+@pytest.mark.parametrize("name", COMMANDS.keys() - {"up", "doctor", "logs", "chat", "trace", "atropos"})
 def test_a_command_that_prints_data_has_the_options_that_all_have(name):
     assert {option for each in COMMANDS[name].params for option in each.opts} >= COMMON

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from paceline.tracing import command
+from paceline.cli import main
 from paceline.tracing.chrome import NoSteps, chrome_trace, last_steps
 from paceline.tracing.spans import FinishedSpan
 
@@ -77,7 +77,7 @@ def test_an_arrow_leads_from_a_call_to_what_another_service_did():
 
 
 def test_a_file_that_is_no_file_of_spans_is_named(tmp_path, capsys):
-    assert command.trace([tmp_path / "absent.jsonl"], out=tmp_path / "out.json") == 1
+    assert main(["trace", str(tmp_path / "absent.jsonl"), "--out", str(tmp_path / "out.json")]) == 1
     assert "absent.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 
@@ -86,6 +86,6 @@ def test_the_command_reads_every_file_of_a_directory(tmp_path, capsys):
     for number, one in enumerate(STEPS):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(asdict(one)) + "\n")
     out = tmp_path / "out.json"
-    assert command.trace([tmp_path], run="run-1", steps=1, out=out) == 0
+    assert main(["trace", str(tmp_path), "--run", "run-1", "--steps", "1", "--out", str(out)]) == 0
     assert "2 spans" in capsys.readouterr().out
     assert set(slices(json.loads(out.read_text()))) == {"OptimStep"}
