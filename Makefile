@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-clients test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts client-faults fuzz images clean
+.PHONY: help proto demo up test test-clients test-install test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts client-faults fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -31,6 +31,9 @@ test: proto ## Run every test that needs no GPU
 
 test-clients: proto ## Run every release of Tinker's SDK against the services
 	@OMP_NUM_THREADS=1 UPDATE=$(UPDATE) $(RUN)/python -m pytest -m clients tests/clients
+
+test-install: proto ## Run README.md's lines that install, in empty environments
+	@$(RUN)/python -m pytest -m install tests/deploy
 
 test-avx2: proto ## Run the tests that compare numbers, with AVX2 only
 	@scripts/test_avx2.sh $(RUN)

@@ -1,4 +1,4 @@
-"""`python -m gateway`."""
+"""`python -m paceline.services gateway`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
 from paceline.errors import InvalidArgument
+from paceline.extras import MissingExtra
 from paceline.rpc.server import serve
 from paceline.settings import load_settings
 
@@ -18,7 +19,7 @@ def main() -> None:
     registry = CollectorRegistry()
     try:
         service = GatewayService(settings, registry)
-    except InvalidArgument as error:
+    except (InvalidArgument, MissingExtra) as error:
         raise SystemExit(str(error)) from error
     uvloop.run(serve(service, settings, registry))
 

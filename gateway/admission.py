@@ -16,6 +16,7 @@ from typing import Protocol
 from structlog.contextvars import bind_contextvars
 
 from paceline import errors, tracing
+from paceline.extras import needing
 from paceline.files.secret_files import read_pem
 from paceline.rpc.identity import API_KEY_KEY, DEFAULT_TENANT, Identity, is_tenant, set_identity
 from paceline.rpc.interceptors import AroundInterceptor, Call
@@ -110,12 +111,9 @@ class JwtVerifier:
     """Identifies callers by JSON Web Tokens (RFC 7519), signed with one key and algorithm. They must expire (`exp`)."""
 
     def __init__(self, public_key_file: Path, algorithm: str, tenant_claim: str, audience: str = "") -> None:
-        """Read the key. Raises InvalidArgument if it is none for the algorithm, or PyJWT is missing."""
-        try:
+        """Read the key. Raises InvalidArgument if it is none for the algorithm, MissingExtra without PyJWT."""
+        with needing("jwt", "jwt_public_key_file"):
             import jwt  # noqa: PLC0415
-        except ImportError as error:
-            message = "needs PyJWT; install paceline[jwt]"
-            raise errors.InvalidArgument(message, field="jwt_public_key_file") from error
         self._jwt = jwt
         try:
             self._public_key = jwt.get_algorithm_by_name(algorithm).prepare_key(read_pem(public_key_file))

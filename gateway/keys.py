@@ -1,7 +1,7 @@
 """The gateway's API keys: who holds one, and the commands that make and remove them.
 
-python -m gateway.keys add --file keys.json --tenant team-a --name laptop
-python -m gateway.keys remove --file keys.json --name laptop
+python -m paceline.services gateway.keys add --file keys.json --tenant team-a --name laptop
+python -m paceline.services gateway.keys remove --file keys.json --name laptop
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class KeyRing:
         self._logged: object = None
         """The failure that was logged last: calls that fail alike are logged once."""
         if not self._keys:
-            raise errors.InvalidArgument("has no key; make one with `python -m gateway.keys add`", field="keys_file")
+            raise errors.InvalidArgument(
+                "has no key; make one with `python -m paceline.services gateway.keys add`", field="keys_file"
+            )
 
     def identify(self, token: str) -> Identity | None:
         if not token.strip():
@@ -116,7 +118,9 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command-line interface."""
-    parser = argparse.ArgumentParser(prog="python -m gateway.keys", description="Make and remove API keys.")
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.services gateway.keys", description="Make and remove API keys."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("add", help="make a key and print it, once")
     add.add_argument("--tenant", required=True, help="whose runs its holder sees")

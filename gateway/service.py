@@ -17,7 +17,7 @@ from gateway.metrics import CallMetrics, SamplerMetrics, add_http_metric
 from gateway.proxy import SERVICES, Proxy, Router, Upstream
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
-from paceline import errors
+from paceline.extras import needing
 from paceline.gateway.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
 from paceline.requests.waiting_bytes import CALLS, WaitingBytes
 from paceline.rpc.interceptors import AroundInterceptor
@@ -66,10 +66,8 @@ class GatewayService:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 await asyncio.gather(*(upstream.settled.wait() for upstream in self._upstreams))
         if settings.http_listen:
-            try:
+            with needing("http", "http_listen"):
                 from gateway.http.edge import HttpEdge  # noqa: PLC0415 - without HTTP its libraries are not needed
-            except ImportError as error:
-                raise errors.InvalidArgument("needs FastAPI; install paceline[http]", field="http_listen") from error
             services = Services(self._router, settings.secret, self._queue, self._waiting_bytes)
             edge = self._edge = HttpEdge(settings, self._authenticators, services, self._waiting_bytes, self._registry)
             add_http_metric(lambda: edge.trouble, self._registry)

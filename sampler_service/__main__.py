@@ -1,4 +1,4 @@
-"""`python -m sampler_service`."""
+"""`python -m paceline.services sampler_service`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def _has_cpu_build() -> bool:
 class SamplerSettings(BackendSettings, UpstreamTls):
     """Settings of the sampler."""
 
-    model_config = SettingsConfigDict(env_prefix="PACELINE_SAMPLER_", cli_prog_name="python -m sampler_service")
+    model_config = SettingsConfigDict(
+        env_prefix="PACELINE_SAMPLER_", cli_prog_name="python -m paceline.services sampler_service"
+    )
 
     listen: Address = "127.0.0.1:50052"
     """Address of the service, host:port."""

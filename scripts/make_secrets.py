@@ -6,7 +6,7 @@ credential       shared by the gateway and the services
 keys/keys.json   the gateway's API keys, as hashes, in a separate folder that is mounted into the gateway
 api_key          the first key in keys.json, for the client
 
-To add keys: `python -m gateway.keys add`.
+To add keys: `python -m paceline.services gateway.keys add`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the trainer service: `python -m trainer_service`."""
+"""Run the trainer service: `python -m paceline.services trainer_service`."""
 
 import asyncio
 

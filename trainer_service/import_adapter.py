@@ -1,4 +1,4 @@
-"""Import a PEFT adapter made elsewhere as a checkpoint: `python -m trainer_service.import_adapter`."""
+"""Import a PEFT adapter made elsewhere as a checkpoint: see its `--help`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def _remedy(source: Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer_service.import_adapter", description="Import a PEFT directory as a sampler checkpoint."
+        prog="python -m paceline.services trainer_service.import_adapter",
+        description="Import a PEFT directory as a sampler checkpoint.",
     )
     parser.add_argument("directory", type=Path, help="has adapter_model.safetensors and adapter_config.json")
     parser.add_argument("--checkpoint-dir", type=Path, required=True, help="the trainer's checkpoint volume")

@@ -17,7 +17,9 @@ from trainer_service.engine_link.options import Dtype, EngineOptions
 class TrainerSettings(BackendSettings):
     """Settings of the trainer."""
 
-    model_config = SettingsConfigDict(env_prefix="PACELINE_TRAINER_", cli_prog_name="python -m trainer_service")
+    model_config = SettingsConfigDict(
+        env_prefix="PACELINE_TRAINER_", cli_prog_name="python -m paceline.services trainer_service"
+    )
 
     listen: Address = "127.0.0.1:50051"
     """Address of the service, host:port."""

@@ -90,7 +90,7 @@ def deployed(
         processes = {}
         for plan in plans:
             environment = {**plan.environment, **(told if plan.name == "sampler" else {}), "OMP_NUM_THREADS": "1"}
-            command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
+            command, log = [sys.executable, "-m", "paceline.services", plan.module], state / f"{plan.name}.log"
             process = stack.enter_context(running(command, os.sched_getaffinity(0), environment, log))
             processes[plan.name] = process
         for plan in plans:

@@ -83,7 +83,7 @@ async def services(
             if base_dir := environment.get(f"{prefix}BASE_DIR"):
                 stack.callback(shutil.rmtree, base_dir, ignore_errors=True)
             core = {cores[0 if plan is trainer else -1]} if cores else set()
-            command, log = [sys.executable, "-m", plan.module], state / f"{plan.name}.log"
+            command, log = [sys.executable, "-m", "paceline.services", plan.module], state / f"{plan.name}.log"
             process = stack.enter_context(running(command, core, environment, log))
             started.append((plan, log, process))
             channels[plan.name] = await stack.enter_async_context(open_channel(environment[f"{prefix}LISTEN"]))

@@ -144,7 +144,9 @@ async def serve_rpc(place: Place, stderr: int | None = None, **more: str) -> Asy
         **more,
     }  # fmt: skip
     variables = as_variables("PACELINE_SAMPLER", settings)
-    async with place.process("-m", "sampler_service", settings=variables, stderr=stderr) as process:
+    async with place.process(
+        "-m", "paceline.services", "sampler_service", settings=variables, stderr=stderr
+    ) as process:
         if not await asyncio.to_thread(wait_until_serving, health, _SERVICE, lambda: process.returncode is not None):
             raise RuntimeError("the sampler did not start")
         async with open_channel(listen) as channel:

@@ -144,7 +144,7 @@ def start_trainer(options: TrainerOptions, state: Path) -> Iterator[Trainer]:
     environment = os.environ | options.environment() | {f"PACELINE_TRAINER_{k}": v for k, v in places.items()}
     if options.device == "cpu":
         environment |= {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "trainer_service"], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "paceline.services", "trainer_service"], env=environment)
     if options.device == "cpu":
         os.sched_setaffinity(process.pid, {options.core})
     try:

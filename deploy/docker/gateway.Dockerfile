@@ -21,4 +21,4 @@ ENV PYTHONUNBUFFERED=1 \
 EXPOSE 50050 50150 9150
 USER 10001:10001
 WORKDIR /home/paceline
-ENTRYPOINT ["python", "-m", "gateway"]
+ENTRYPOINT ["python", "-m", "paceline.services", "gateway"]

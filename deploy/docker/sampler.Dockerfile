@@ -45,4 +45,4 @@ ENV PYTHONUNBUFFERED=1 \
 EXPOSE 50052 50152 9152
 USER 10001:10001
 WORKDIR /home/paceline
-ENTRYPOINT ["python", "-m", "sampler_service"]
+ENTRYPOINT ["python", "-m", "paceline.services", "sampler_service"]

@@ -45,4 +45,4 @@ ENV PYTHONUNBUFFERED=1 \
 EXPOSE 50051 50151 9151
 USER 10001:10001
 WORKDIR /home/paceline
-ENTRYPOINT ["python", "-m", "trainer_service"]
+ENTRYPOINT ["python", "-m", "paceline.services", "trainer_service"]

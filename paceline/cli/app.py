@@ -13,6 +13,7 @@ from paceline import __version__
 from paceline.cli import atropos, checkpoints, doctor, logs, runs, sampling, status, trace, up
 from paceline.cli.output import CommandFailed, say
 from paceline.errors import PacelineError
+from paceline.extras import MissingExtra
 
 RUN_IT, SEE_IT, KEEP_IT, TRAIN = "Run it", "See it", "Keep it", "Train"
 _OPTIONS = {"help_option_names": ["-h", "--help"]}
@@ -24,7 +25,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (PacelineError, CommandFailed, OSError) as failure:
+        except (PacelineError, CommandFailed, MissingExtra, OSError) as failure:
             if isinstance(failure, BrokenPipeError):
                 raise  # the reader of our output has gone; typer ends quietly
             say(str(failure) or type(failure).__name__)

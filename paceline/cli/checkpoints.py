@@ -14,10 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from paceline import ServiceClient, errors
 from paceline.cli.connect import Address, KeyFile, connected, find_run
-from paceline.cli.extras import needing
 from paceline.cli.output import AsJson, CommandFailed, bytes_in_words, say, show_json, show_table, until
 from paceline.cli.runs import RunName, Yes, confirm, report_deleted
 from paceline.cli.times import duration
+from paceline.extras import needing
 from paceline.layout import CheckpointPath
 from paceline.types import Checkpoint, CheckpointKind
 
@@ -167,7 +167,7 @@ def push_checkpoint(
     """Copy a checkpoint to a repository of the Hugging Face hub ($HF_TOKEN), or to a directory."""
     repository = target.removeprefix("hub:")
     is_hub = repository != target
-    with needing("hub", "checkpoints push"), connected(address, api_key_file) as service:
+    with needing("hub", "`paceline checkpoints push`"), connected(address, api_key_file) as service:
         found = find_checkpoint(service, path)
         if is_hub:
             from huggingface_hub import HfApi  # noqa: PLC0415
@@ -206,7 +206,7 @@ def merge_checkpoint(
         )
     if directory.exists() and any(directory.iterdir()):
         raise FileExistsError(f"{directory} already exists; name a new directory, or an empty one")
-    with needing("merge", "checkpoints merge"):
+    with needing("merge", "`paceline checkpoints merge`"):
         from paceline.cli.merging import merge  # noqa: PLC0415
     with connected(address, api_key_file) as service, TemporaryDirectory() as scratch:
         found = find_checkpoint(service, path)

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from paceline.cli.dataclass_options import command_of, keyword
-from paceline.cli.extras import needing
 from paceline.cli.output import CommandFailed
+from paceline.extras import needing
 from paceline.up.plan import CannotStart, UpOptions
 
 
@@ -22,7 +22,7 @@ def add_to(app: typer.Typer, panel: str) -> None:
 
 def _up(options: UpOptions, *, until_eof: bool) -> None:
     """Run trainer, sampler and gateway on this machine until Ctrl-C."""
-    with needing("up", "up"):
+    with needing("up", "`paceline up`"):
         from paceline.up.run import up  # noqa: PLC0415
     try:
         up(options, until_eof=until_eof)

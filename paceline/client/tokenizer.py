@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline import errors
 from paceline.client.transport import Transport, Worker
+from paceline.extras import needing
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 async def get_tokenizer(transport: Transport, base_model: str) -> PreTrainedTokenizerBase:
-    """Fetch the tokenizer of a base model (empty: the served one). Raises ModelNotFound."""
+    """Fetch the tokenizer of a base model (empty: the served one). Raises ModelNotFound, MissingExtra."""
     reply = await transport.query(transport.trainer.GetTokenizer, pb.GetTokenizerRequest(base_model=base_model))
     with Worker() as worker:
         return await worker.run(lambda: _load(store(dict(reply.files), cache_directory())))
@@ -65,7 +66,8 @@ def _content_hash(files: Mapping[str, bytes]) -> str:
 
 
 def _load(directory: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - only needed by clients that request a tokenizer
+    with needing("tokenizer", "get_tokenizer"):
+        from transformers import AutoTokenizer  # noqa: PLC0415 - only needed by clients that request a tokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
     return tokenizer

@@ -18,6 +18,7 @@ from paceline.client.sampling_client import SamplingClient
 from paceline.client.step_condition import Passes, passes_of, put_condition, step_in
 from paceline.client.tokenizer import get_tokenizer
 from paceline.client.transport import Connected, Transport, blocking
+from paceline.extras import needing
 from paceline.layout import CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import (
@@ -144,10 +145,11 @@ class TrainingClient(Connected):
         `loss_fn(data, logprobs)` gets one float32 tensor of shape [N] per datum (0 where the mask is 0) and returns a
         scalar tensor and metrics. It runs on its own thread and may read any loss input. The answer's metrics hold its
         value as `loss:sum`. Later commands are sent once it has returned, so in it a wait for one of them raises
-        Unsupported. If it raises, nothing is accumulated, the future raises the error, and the run continues. Needs the
-        package torch.
+        Unsupported. If it raises, nothing is accumulated, the future raises the error, and the run continues. Raises
+        MissingExtra without torch.
         """
-        from paceline.client.custom_loss import put_custom_loss  # noqa: PLC0415 - only this call needs torch
+        with needing("custom-loss", "forward_backward_custom"):
+            from paceline.client.custom_loss import put_custom_loss  # noqa: PLC0415 - only this call needs torch
 
         return put_custom_loss(self._sender, data, loss_fn)
 

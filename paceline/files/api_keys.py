@@ -101,6 +101,6 @@ def _check(key: ApiKey) -> None:
     if key.sha256 in _OF_NO_KEY:
         raise errors.InvalidArgument(
             f"of key {key.name} is that of an empty key; remove the entry, and make a key with "
-            "`python -m gateway.keys add`",
+            "`python -m paceline.services gateway.keys add`",
             field="sha256",
         )

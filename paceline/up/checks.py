@@ -6,11 +6,13 @@ import errno
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.base_model.base_weights import weights_files
 from paceline.errors import PacelineError
+from paceline.extras import needing
+from paceline.services import import_service_module
 from paceline.settings import ServiceSettings, check_environment, settings_of
 from paceline.up.plan import CannotStart, Plan
 from paceline.weights import read_header
@@ -36,9 +38,23 @@ def _read(plan: Plan, environment: Mapping[str, str]) -> ServiceSettings:
 
 def _settings_class(plan: Plan) -> type[ServiceSettings]:
     # By name, because this package must not import a service.
-    module = import_module(f"{plan.module}.settings")
+    module = import_service_module(f"{plan.module}.settings")
     cls: type[ServiceSettings] = getattr(module, f"{plan.name.capitalize()}Settings")
     return cls
+
+
+def check_packages(engine: str) -> None:
+    """Check that the packages are installed that the services import once they run. Raises MissingExtra."""
+    for name in ("torch", "transformers", "peft", "fastapi"):
+        with needing("up", "`paceline up`"):
+            _find(name)
+    with needing("up", "`paceline up`, unless it is told --engine hf,"):
+        _find("vllm" if engine == "vllm" else "torch")
+
+
+def _find(name: str) -> None:
+    if find_spec(name) is None:
+        raise ModuleNotFoundError(name=name)
 
 
 def check_ports(settings: Sequence[ServiceSettings]) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.machine import visible_gpus
-from paceline.up.checks import check_model, check_ports, read_settings
+from paceline.up.checks import check_model, check_packages, check_ports, read_settings
 from paceline.up.plan import Plan, UpOptions, locked_state, make_plans, read_or_make_key
 from paceline.up.supervisor import Supervisor
 
@@ -21,10 +21,11 @@ UP = "Paceline is up"
 def up(options: UpOptions, *, until_eof: bool = False) -> None:
     """Run the services until Ctrl-C, SIGTERM or, with `until_eof`, the end of standard input.
 
-    Raises CannotStart if the services cannot be started or one was given up.
+    Raises CannotStart if the services cannot be started or one was given up, MissingExtra if packages are missing.
     """
     state = Path(options.state).resolve()
     plans = make_plans(options, state, os.environ)
+    check_packages(options.engine)
     check_model(options.model)
     with locked_state(state):
         _run(options, state, plans, until_eof=until_eof)

@@ -204,7 +204,7 @@ class _ServiceProcess:
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
             log_start = output.tell()
             child = Child.start(
-                ["-m", plan.module],
+                ["-m", "paceline.services", plan.module],
                 environment={**without_settings(os.environ), **plan.environment},
                 output=output.fileno(),
                 own_session=True,  # Ctrl-C reaches only this process, which stops the services in order

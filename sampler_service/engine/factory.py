@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from paceline.extras import needing
 from sampler_service.engine.options import EngineKind, EngineOptions, Mode, Weights
 from sampler_service.engine.protocol import SamplerEngine
 from sampler_service.engine.restartable import RestartableEngine
@@ -20,7 +21,7 @@ def create_service_engine(mode: Mode, options: EngineOptions) -> RestartableEngi
 def create_engine(kind: EngineKind, options: EngineOptions, weights: Weights = Weights.ADAPTERS) -> SamplerEngine:
     """Create an engine; nothing is loaded before its `start`. Only the requested engine's module is imported.
 
-    With `WRITE` it is a WritableEngine, with `OVERWRITE` a ModelEngine. Raises ImportError if the engine's library is
+    With `WRITE` it is a WritableEngine, with `OVERWRITE` a ModelEngine. Raises MissingExtra if the engine's library is
     not installed, EngineUnfit if its version is not supported, ValueError for an unknown kind, or if hf is asked to
     lend its base weights or to overwrite its model.
     """
@@ -29,12 +30,14 @@ def create_engine(kind: EngineKind, options: EngineOptions, weights: Weights = W
             raise ValueError("the engine hf does not lend base weights; bridge=shared takes engine=vllm")
         if weights is Weights.OVERWRITE:
             raise ValueError("the engine hf changes its model with bridge=restart only; set that, or engine=vllm")
-        from sampler_service.engine.hf.engine import HfEngine  # noqa: PLC0415
+        with needing("sampler-hf", "the engine hf"):
+            from sampler_service.engine.hf.engine import HfEngine  # noqa: PLC0415
 
         return HfEngine(options)
     if kind != "vllm":
         raise ValueError(f"unknown engine {kind!r}; choose vllm or hf")
-    from sampler_service.engine.vllm.version_check import check_vllm  # noqa: PLC0415
+    with needing("sampler", "the engine vllm"):
+        from sampler_service.engine.vllm.version_check import check_vllm  # noqa: PLC0415
 
     check_vllm(options)  # before the modules that depend on vLLM's internals are imported
     from sampler_service.engine.vllm.engine import VllmEngine  # noqa: PLC0415

@@ -203,7 +203,7 @@ def test_image_runs_as_a_user_that_is_not_root(service: str) -> None:
 @each_service
 def test_image_starts_the_service_without_a_shell(service: str) -> None:
     module = "gateway" if service == "gateway" else f"{service}_service"
-    assert ("ENTRYPOINT", f'["python", "-m", "{module}"]') in instructions(service)
+    assert ("ENTRYPOINT", f'["python", "-m", "paceline.services", "{module}"]') in instructions(service)
 
 
 @each_service

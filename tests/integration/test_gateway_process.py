@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process: when it refuses to start, and how it ends."""
+"""`python -m paceline.services gateway` as a process: when it refuses to start, and how it ends."""
 
 from __future__ import annotations
 
@@ -53,5 +53,15 @@ def _gateway_process(folder, flags) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in [*sys.path, str(Path.cwd())] if path)
     # Many systems let a process open only 1,024 files until it asks for more.
-    command = ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", sys.executable, "-m", "gateway", *flags]
+    command = [
+        "sh",
+        "-c",
+        'ulimit -Sn 256; exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "paceline.services",
+        "gateway",
+        *flags,
+    ]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)

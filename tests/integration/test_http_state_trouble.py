@@ -28,7 +28,7 @@ class Gateway:
         flags = {"listen": self.grpc, "http-listen": self.http, "metrics-listen": self.metrics, "http-state": state}
         flags |= {"health-listen": "127.0.0.1:0"}
         flags |= {name: f"127.0.0.1:{free_port()}" for name in ("trainer", "samplers")}
-        self._command = [sys.executable, "-m", "gateway", "--insecure"]
+        self._command = [sys.executable, "-m", "paceline.services", "gateway", "--insecure"]
         self._command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
     @contextmanager

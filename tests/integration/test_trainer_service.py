@@ -706,7 +706,14 @@ async def test_an_adapter_made_by_peft_is_imported_and_trained_further(caller, c
     await caller.create_run(alpha=6.0)
     volume = cluster.trainer.plan.environment["PACELINE_TRAINER_CHECKPOINT_DIR"]
     arguments = ["--checkpoint-dir", volume, "--run", caller.run_id, "--name", "made"]
-    command = [sys.executable, "-m", "trainer_service.import_adapter", str(tmp_path / "made"), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.services",
+        "trainer_service.import_adapter",
+        str(tmp_path / "made"),
+        *arguments,
+    ]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     path = (await process.communicate())[0].decode().strip()
     assert path == f"paceline://{caller.run_id}/sampler/made"

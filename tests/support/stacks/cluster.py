@@ -47,7 +47,7 @@ class ServiceProcess:
         else:
             with self.log.open("ab") as log:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", self.plan.module],
+                    [sys.executable, "-m", "paceline.services", self.plan.module],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

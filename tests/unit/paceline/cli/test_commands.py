@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import main
 from paceline.cli.app import make_app
-from paceline.cli.extras import needing
-from paceline.cli.output import CommandFailed, as_json, bytes_in_words, show_fields, show_table
+from paceline.cli.output import as_json, bytes_in_words, show_fields, show_table
 from paceline.cli.times import duration
 
 ROOT = Path(__file__).parents[4]
@@ -109,12 +108,6 @@ def test_the_doctor_says_it_and_ends_with_1(capsys):
     assert checks["gateway"]["verdict"] == "failed"
     assert checks["gateway"]["remedy"]
     assert checks["Python"]["verdict"] == "ok"
-
-
-def test_a_command_says_which_extra_it_lacks():
-    message = r"`paceline up` needs pip install 'paceline\[up\]': absent_package is not installed"
-    with pytest.raises(CommandFailed, match=message), needing("up", "up"):
-        __import__("absent_package")
 
 
 def test_only_the_base_dependencies_are_imported_before_a_command_runs():
