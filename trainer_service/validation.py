@@ -123,12 +123,12 @@ def _check_form(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) 
 
 def _holds_valid_values(data: Sequence[Datum], loss: ResolvedLoss, model: ModelInfo) -> bool:
     """Whether the values of datums that can be joined are valid: numpy checks them at once several times faster."""
-    names = data[0].loss_inputs.keys()
-    if any(datum.loss_inputs.keys() != names or datum.loss_inputs["target_tokens"].ndim > 1 for datum in data):
+    names = data[0].loss_fn_inputs.keys()
+    if any(datum.loss_fn_inputs.keys() != names or datum.loss_fn_inputs["target_tokens"].ndim > 1 for datum in data):
         return False
     joined = Datum(
         np.concatenate([datum.model_input for datum in data]),
-        {name: np.concatenate([datum.loss_inputs[name] for datum in data]) for name in names},
+        {name: np.concatenate([datum.loss_fn_inputs[name] for datum in data]) for name in names},
     )
     try:
         _check_values(joined, "data", loss, model)
@@ -139,8 +139,8 @@ def _holds_valid_values(data: Sequence[Datum], loss: ResolvedLoss, model: ModelI
 
 def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[str]) -> None:
     known = {*spec.required, *spec.optional}
-    missing = [name for name in required if name not in datum.loss_inputs]
-    unknown = [name for name in datum.loss_inputs if name not in known]
+    missing = [name for name in required if name not in datum.loss_fn_inputs]
+    unknown = [name for name in datum.loss_fn_inputs if name not in known]
     if missing:  # before what is unknown, which may be a client's default for a datum without these
         message = f"{spec.name} needs {' and '.join(missing)}; send one value per token"
         if unknown:
@@ -153,22 +153,22 @@ def _check_names(datum: Datum, field: str, spec: LossSpec, required: Sequence[st
 
 def _check_shapes(datum: Datum, field: str, spec: LossSpec) -> None:
     length = len(datum.model_input)
-    for name, values in datum.loss_inputs.items():
+    for name, values in datum.loss_fn_inputs.items():
         where = f"{field}.loss_inputs[{name}].shape"
         if len(values) != length:
             raise errors.InvalidShape(f"has {len(values)} values for {length} tokens; send one per token", field=where)
         if values.ndim > 1 and (name not in spec.multi or values.size == 0):
             raise errors.InvalidShape(f"is {list(values.shape)}; {spec.name} accepts one value per token", field=where)
-    targets = datum.loss_inputs["target_tokens"].shape
+    targets = datum.loss_fn_inputs["target_tokens"].shape
     for name in spec.multi:
-        if (shape := datum.loss_inputs[name].shape) != targets:
+        if (shape := datum.loss_fn_inputs[name].shape) != targets:
             message = f"is {list(shape)}, but target_tokens is {list(targets)}; send one per target"
             raise errors.InvalidShape(message, field=f"{field}.loss_inputs[{name}].shape")
 
 
 def _check_values(datum: Datum, field: str, loss: ResolvedLoss, model: ModelInfo) -> None:
     """Check each value by itself, and with others at its position alone, so that joined datums can be checked too."""
-    spec, inputs = loss.spec, datum.loss_inputs
+    spec, inputs = loss.spec, datum.loss_fn_inputs
     for name in MASK_INPUTS & inputs.keys():
         if inputs[name].max() > 1:
             raise errors.OutOfRange("holds values other than 0 and 1", field=f"{field}.loss_inputs[{name}]")
@@ -200,7 +200,7 @@ def _check_temperatures(temperatures: Array, field: str) -> None:
 
 def _read(datum: Datum, name: str, loss: ResolvedLoss) -> Array:
     """Return where the loss reads an input of log-probabilities: bool, shape [N]."""
-    inputs, counted = datum.loss_inputs, _counted(datum)
+    inputs, counted = datum.loss_fn_inputs, _counted(datum)
     with_advantage: Array = counted & (inputs["advantages"] != 0)
     if name not in loss.spec.read_everywhere or name not in loss.required:
         return with_advantage
@@ -209,19 +209,19 @@ def _read(datum: Datum, name: str, loss: ResolvedLoss) -> Array:
 
 
 def _check_sequence_mask(datum: Datum, field: str) -> None:
-    chosen, counted = datum.loss_inputs.get(SEQUENCE_RATIO_MASK), _counted(datum)
+    chosen, counted = datum.loss_fn_inputs.get(SEQUENCE_RATIO_MASK), _counted(datum)
     if chosen is not None and counted.any() and not (counted & (chosen != 0)).any():
         raise errors.InvalidArgument("is 0 wherever mask is 1; the sequence's ratio needs a position", field=field)
 
 
 def _check_thresholds(datum: Datum, field: str, spec: LossSpec, config: Mapping[str, float]) -> None:
     """Check per-position thresholds: none below its minimum, and no lower threshold above the upper one."""
-    counted, given = _counted(datum), [name for name in spec.overrides if name in datum.loss_inputs]
+    counted, given = _counted(datum), [name for name in spec.overrides if name in datum.loss_fn_inputs]
     for name in given:
         minimum = spec.settings[name].minimum
-        if (datum.loss_inputs[name][counted] < minimum).any():
+        if (datum.loss_fn_inputs[name][counted] < minimum).any():
             raise errors.OutOfRange(f"holds a value below {minimum:g}", field=f"{field}.loss_inputs[{name}]")
-    low, high = (datum.loss_inputs.get(name, np.float32(config[name])) for name in (CLIP_LOW, CLIP_HIGH))
+    low, high = (datum.loss_fn_inputs.get(name, np.float32(config[name])) for name in (CLIP_LOW, CLIP_HIGH))
     if given and np.any((low > high) & counted):
         message = f"{CLIP_LOW} is above {CLIP_HIGH} at a position; swap or change them"
         raise errors.OutOfRange(message, field=f"{field}.loss_inputs[{given[0]}]")
@@ -229,7 +229,7 @@ def _check_thresholds(datum: Datum, field: str, spec: LossSpec, config: Mapping[
 
 def _counted(datum: Datum) -> Array:
     """Return the mask of positions that count: bool, shape [N]."""
-    mask = datum.loss_inputs.get(MASK)
+    mask = datum.loss_fn_inputs.get(MASK)
     return np.ones(datum.model_input.shape, bool) if mask is None else mask != 0
 
 

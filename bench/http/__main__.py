@@ -53,7 +53,7 @@ def _compare(cluster: Cluster, rounds: int, count: int) -> None:
     """Time steps and samples of both clients, alternating."""
     sdk = tinker.ServiceClient(base_url=_address(cluster), api_key=f"tml-{cluster.api_key}")
     grpc = paceline.ServiceClient(cluster.address, cluster.api_key)
-    name = grpc.get_server_capabilities().models[0].model.name
+    name = grpc.get_server_capabilities().supported_models[0].model.name
     theirs = sdk.create_lora_training_client(base_model=name, rank=16, train_unembed=False).result()
     ours = grpc.create_lora_training_client(rank=16)
     their_sampler, our_sampler = sdk.create_sampling_client(base_model=name).result(), grpc.create_sampling_client()

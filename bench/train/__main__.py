@@ -141,7 +141,7 @@ def sampled(trainer: Trainer, data: list[Datum]) -> list[Datum]:
     _, (_, logprobs) = trainer.forward_backward(data, forward_only=True)
     rng = np.random.default_rng(0)
     return [
-        replace(datum, loss_inputs={**datum.loss_inputs, "logprobs": (own + _noise(rng, own)).clip(max=0)})
+        replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, "logprobs": (own + _noise(rng, own)).clip(max=0)})
         for datum, own in zip(data, logprobs, strict=True)
     ]
 

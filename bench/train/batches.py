@@ -53,7 +53,7 @@ def draw_batch(size: int, vocab_size: int, seed: int, length: int | None = None)
 
 def save_batch(data: list[Datum], path: Path) -> Path:
     """Write a batch for the other arms."""
-    arrays = {f"{i}.{name}": datum.loss_inputs[name] for i, datum in enumerate(data) for name in LOSS_INPUTS}
+    arrays = {f"{i}.{name}": datum.loss_fn_inputs[name] for i, datum in enumerate(data) for name in LOSS_INPUTS}
     arrays |= {f"{i}.model_input": datum.model_input for i, datum in enumerate(data)}
     np.savez(path, **arrays)  # type: ignore[arg-type]  # for numpy's stubs any name may be `allow_pickle`
     return path

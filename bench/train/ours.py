@@ -124,14 +124,14 @@ class Trainer:
 
 def one_counted(data: list[Datum]) -> list[Datum]:
     """Return data of the same size of which only one token is computed."""
-    masks = [np.zeros_like(datum.loss_inputs["mask"]) for datum in data]
+    masks = [np.zeros_like(datum.loss_fn_inputs["mask"]) for datum in data]
     masks[0][0] = 1
-    return [Datum(d.model_input, {**d.loss_inputs, "mask": mask}) for d, mask in zip(data, masks, strict=True)]
+    return [Datum(d.model_input, {**d.loss_fn_inputs, "mask": mask}) for d, mask in zip(data, masks, strict=True)]
 
 
 def first_token(data: list[Datum]) -> list[Datum]:
     """Return data of that token alone."""
-    inputs = {name: values[:1] for name, values in one_counted(data)[0].loss_inputs.items()}
+    inputs = {name: values[:1] for name, values in one_counted(data)[0].loss_fn_inputs.items()}
     return [Datum(data[0].model_input[:1], inputs)]
 
 

@@ -183,7 +183,7 @@ class AtroposTrainer:
 
     def _bounds_of(self, base_model: str) -> Bounds | None:
         """Return what a served model takes, and say if it is less than --seq-len."""
-        for supported in self._service.get_server_capabilities().models:
+        for supported in self._service.get_server_capabilities().supported_models:
             model = supported.model
             if model.name == base_model:
                 if self.options.seq_len > model.max_context_length:
@@ -297,7 +297,7 @@ class AtroposTrainer:
 
     def _model(self) -> str:
         """Return the served name of the requested model. Raises ModelNotFound."""
-        served = [supported.model.name for supported in self._service.get_server_capabilities().models]
+        served = [supported.model.name for supported in self._service.get_server_capabilities().supported_models]
         for name in served:
             if self.options.model.rstrip("/").rpartition("/")[2] in {"", name}:
                 return name

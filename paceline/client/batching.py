@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline import codec, errors
 from paceline.client.commands import Outcome
@@ -28,6 +29,8 @@ _MAX_CONVERSATION_BYTES, _MAX_CONVERSATIONS = 256 << 10, 4096
 """Limits of one RenderConversations; a longer conversation gets a call of its own."""
 
 _DATUM_FIELD = re.compile(r"data\[(\d+)\]")
+_WIRE_NAME, _NAME = ".loss_inputs[", ".loss_fn_inputs["
+"""What the contract and Datum call the inputs of the loss."""
 _CONVERSATION_FIELD = re.compile(r"^conversations\[(\d+)\]")
 
 RenderCall = Callable[[pb.RenderConversationsRequest], Awaitable[pb.RenderConversationsResponse]]
@@ -63,6 +66,8 @@ class Batch:
         return ForwardBackwardOutput(outputs, merge_metrics([part_.metrics for part_ in parts]))
 
     def _located(self, error: BaseException, part: int) -> BaseException:
+        if isinstance(error, errors.PacelineError):
+            error.field = error.field.replace(_WIRE_NAME, _NAME)
         if len(self.sizes) > 1 and isinstance(error, errors.PacelineError):
             start = sum(self.sizes[:part])
             error.field = _DATUM_FIELD.sub(lambda place: f"data[{int(place[1]) + start}]", error.field)
@@ -104,14 +109,24 @@ def as_datums(data: Iterable[Datum]) -> list[Datum]:
         raise errors.InvalidArgument("is one Datum; give a list of them, [datum]", field="data")
     if isinstance(data, Mapping | str | bytes) or not is_iterable(data):
         raise errors.InvalidArgument(f"is a {type(data).__name__}; give a list of Datum", field="data")
-    datums = list(data)
-    for index, datum in enumerate(datums):
-        if not isinstance(datum, Datum):
-            message = f"is a {type(datum).__name__}; give a Datum, such as Datum.from_completion(prompt, completion)"
-            raise errors.InvalidArgument(message, field=f"data[{index}]")
+    datums = [_as_datum(datum, index) for index, datum in enumerate(data)]
     if not datums:
         raise errors.EmptyBatch("holds no datum; give at least one", field="data")
     return datums
+
+
+def _as_datum(value: Any, index: int) -> Datum:
+    """Return a datum, also one of another library with the same fields, such as Tinker's."""
+    if isinstance(value, Datum):
+        return value
+    if hasattr(value, "model_input") and hasattr(value, "loss_fn_inputs"):
+        try:
+            return Datum(value.model_input, value.loss_fn_inputs)
+        except errors.PacelineError as error:
+            error.field = f"data[{index}].{error.field}"
+            raise
+    message = f"is a {type(value).__name__}; give a Datum, such as Datum.from_completion(prompt, completion)"
+    raise errors.InvalidArgument(message, field=f"data[{index}]")
 
 
 def split(sizes: Sequence[int], max_items: int = MAX_DATUMS, max_bytes: int = MAX_BYTES) -> Iterator[range]:
@@ -131,7 +146,7 @@ def split(sizes: Sequence[int], max_items: int = MAX_DATUMS, max_bytes: int = MA
 
 def _size(datum: Datum) -> int:
     # Computed from the arrays, because protobuf encodes a message to determine its size.
-    tensors = {"": datum.model_input, **datum.loss_inputs}
+    tensors = {"": datum.model_input, **datum.loss_fn_inputs}
     return sum(values.nbytes + len(name) + _TENSOR_OVERHEAD for name, values in tensors.items())
 
 

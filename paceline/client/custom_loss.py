@@ -128,22 +128,22 @@ def _checked(returned: object) -> tuple[torch.Tensor, Mapping[str, float]]:
 
 def _mask_like(row: Array, datum: Datum) -> Array:
     """Return the mask of counted positions of `row`, [N] or [N, K], as bool in its shape."""
-    mask = datum.loss_inputs.get("mask", np.ones(len(row), np.uint8)) != 0
+    mask = datum.loss_fn_inputs.get("mask", np.ones(len(row), np.uint8)) != 0
     return np.broadcast_to(mask.reshape(-1, *[1] * (row.ndim - 1)), row.shape)
 
 
 def _copied(datum: Datum) -> Datum:
     own = copy(datum)
     own.model_input = copy(datum.model_input)
-    own.loss_inputs = {name: copy(values) for name, values in datum.loss_inputs.items()}
+    own.loss_fn_inputs = {name: copy(values) for name, values in datum.loss_fn_inputs.items()}
     return own
 
 
 def _without_weights(datum: Datum, place: str) -> Datum:
-    kept = {name: datum.loss_inputs[name] for name in _SENT_INPUTS if name in datum.loss_inputs}
+    kept = {name: datum.loss_fn_inputs[name] for name in _SENT_INPUTS if name in datum.loss_fn_inputs}
     if "target_tokens" not in kept:
         message = "is not set; give the token that each position predicts"
-        raise errors.MissingField(message, field=f"{place}.loss_inputs[target_tokens]")
+        raise errors.MissingField(message, field=f"{place}.loss_fn_inputs[target_tokens]")
     return Datum(datum.model_input, {**kept, "weights": np.zeros(kept["target_tokens"].shape, np.float32)})
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import wraps
-from inspect import signature
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from paceline import errors
 from paceline.client.loop_thread import OWNER, check_may_wait
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 1.0, 5.0
 """Until a closing client first logs what it waits for, and between repetitions."""
@@ -56,6 +53,22 @@ class PacelineFuture(Generic[T]):
             raise TimeoutError(f"no answer within {timeout:g} s; the call goes on") from None
         self._retrieve()
         return self._future.result()
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - as in `result`
+        """Like `await` on this future; raises TimeoutError after `timeout` seconds, and the call continues."""
+        if not self._future.done():
+            OWNER.check()
+            self._check_is_not_held()
+            waiter = asyncio.wrap_future(self._future)
+            waiter.add_done_callback(_retrieve)
+            try:
+                await asyncio.wait({waiter}, timeout=timeout)
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            if not self._future.done():
+                raise TimeoutError(f"no answer within {timeout:g} s; the call goes on")
+        return await self
 
     def done(self) -> bool:
         """Return whether the call has ended."""
@@ -135,23 +148,6 @@ def _retrieve(waiter: asyncio.Future[Any]) -> None:
     """Take the error out of a future that nobody may await any more, or asyncio would log it too, without its name."""
     if not waiter.cancelled():
         waiter.exception()
-
-
-def awaitable(method: Callable[P, PacelineFuture[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return the `_async` twin of a method that returns a future: a coroutine function that returns the answer."""
-
-    @wraps(method)
-    async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await method(*args, **kwargs)
-
-    twin.__name__ = f"{method.__name__}_async"
-    twin.__qualname__ = f"{method.__qualname__}_async"
-    # So that `help` shows the type that `await` returns.
-    answer = str(method.__annotations__["return"]).removeprefix("PacelineFuture[").removesuffix("]")
-    twin.__annotations__ = {**method.__annotations__, "return": answer}
-    del twin.__dict__["__wrapped__"]
-    twin.__signature__ = signature(method).replace(return_annotation=answer)  # type: ignore[attr-defined]
-    return twin
 
 
 @dataclass(eq=False, slots=True)

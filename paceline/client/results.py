@@ -73,13 +73,18 @@ class SupportedModel:
     trainable: bool
     sampleable: bool
 
+    @property
+    def model_name(self) -> str:
+        """The model's name, as `base_model` of other calls takes it."""
+        return self.model.name
+
 
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
     """The models, losses and optimizers that a deployment offers."""
 
     service_version: str
-    models: tuple[SupportedModel, ...]
+    supported_models: tuple[SupportedModel, ...]
     loss_fns: tuple[str, ...]
     optimizers: tuple[str, ...]
     max_message_bytes: int
@@ -119,7 +124,7 @@ def capabilities_from_proto(message: gateway_pb.GetCapabilitiesResponse) -> Serv
     """Decode a deployment's capabilities."""
     return ServerCapabilities(
         service_version=message.service_version,
-        models=tuple(
+        supported_models=tuple(
             SupportedModel(codec.model_info_from_proto(one.model), one.trainable, one.sampleable)
             for one in message.models
         ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
 from numbers import Integral
@@ -14,7 +15,7 @@ import numpy as np
 
 from paceline import codec, errors
 from paceline.client.connection import Connection
-from paceline.client.futures import PacelineFuture, awaitable
+from paceline.client.futures import PacelineFuture
 from paceline.client.results import LogprobsResult
 from paceline.client.streams import Stream
 from paceline.client.tokenizer import get_tokenizer
@@ -35,10 +36,17 @@ _hinted = hinted(
     max_new_tokens="sampling_params=SamplingParams(max_tokens=...)",
     params="sampling_params=...",
     n="num_samples=...",
-    top_logprobs="topk_logprobs=...",
+    top_logprobs="topk_sample_logprobs=...",
+    topk_logprobs="topk_sample_logprobs=...",
+    prompt_logprobs="include_prompt_logprobs=True",
     logprobs="nothing: the answer has the log-probabilities of the sampled tokens",
-    include_prompt_logprobs="prompt_logprobs=True",
 )
+_ARGUMENTS = {
+    "tokens": "prompt",
+    "prompt_logprobs": "include_prompt_logprobs",
+    "topk_logprobs": "topk_sample_logprobs",
+}
+"""Arguments by the names of the contract's fields."""
 UNLIMITED_NOTICE_SECONDS = 5.0
 """How long a sample without max_tokens may take before the log explains why."""
 
@@ -73,14 +81,14 @@ class SamplingClient(Connected):
         num_samples: int = 1,
         sampling_params: SamplingParams | None = None,
         *,
-        prompt_logprobs: bool = False,
+        include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
-        topk_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
     ) -> PacelineFuture[SampleResult]:
         """Sample completions of a prompt of P token ids.
 
         Without `SamplingParams.max_tokens` a completion may fill the context; if that takes long, the log says so, once
-        per connection. With `prompt_logprobs` the answer includes the prompt's log-probabilities (at temperature 1);
+        per connection. `include_prompt_logprobs` adds the prompt's log-probabilities (at temperature 1) to the answer;
         `topk_*` > 0 adds the k most likely tokens at each position. A retried call draws new samples unless a seed is
         set.
         """
@@ -90,13 +98,11 @@ class SamplingClient(Connected):
             prompt=_encode_tokens(prompt, "prompt"),
             params=_encode_params(sampling_params),
             num_samples=_checked_count(num_samples),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_logprobs=topk_logprobs,
+            topk_logprobs=topk_sample_logprobs,
         )
         return self.transport.submit(self._sample(request))
-
-    sample_async = awaitable(sample)
 
     @_hinted
     def sample_stream(
@@ -115,12 +121,10 @@ class SamplingClient(Connected):
         )
         return SampleStream(self.transport, request, self._metadata)
 
-    def compute_logprobs(self, tokens: Tokens) -> PacelineFuture[LogprobsResult]:
+    def compute_logprobs(self, prompt: Tokens) -> PacelineFuture[LogprobsResult]:
         """Compute the log-probability of each of N >= 2 tokens given the tokens before it, at temperature 1."""
-        request = pb.ComputeLogprobsRequest(model=self._wire_model, tokens=_encode_tokens(tokens, "tokens"))
+        request = pb.ComputeLogprobsRequest(model=self._wire_model, tokens=_encode_tokens(prompt, "prompt"))
         return self.transport.submit(self._compute_logprobs(request))
-
-    compute_logprobs_async = awaitable(compute_logprobs)
 
     async def get_base_model_async(self) -> str:
         """Return the name of the weights' base model."""
@@ -140,7 +144,8 @@ class SamplingClient(Connected):
         loop, is_limited = asyncio.get_running_loop(), request.params.HasField("max_tokens")
         notice = None if is_limited else loop.call_later(UNLIMITED_NOTICE_SECONDS, self._explain_unlimited)
         try:
-            reply = await self.transport.call(method, request, "sampling", self._metadata)
+            with _named_as_arguments():
+                reply = await self.transport.call(method, request, "sampling", self._metadata)
             return codec.sample_result_from_proto(reply)
         finally:
             if notice is not None:
@@ -154,9 +159,20 @@ class SamplingClient(Connected):
 
     async def _compute_logprobs(self, request: pb.ComputeLogprobsRequest) -> LogprobsResult:
         method = self.transport.sampler.ComputeLogprobs
-        reply = await self.transport.call(method, request, "sampling", self._metadata)
+        with _named_as_arguments():
+            reply = await self.transport.call(method, request, "sampling", self._metadata)
         logprobs = codec.tensor_from_proto(reply.logprobs, "logprobs", FLOATS)
         return LogprobsResult(logprobs, codec.served_model_from_proto(reply.model))
+
+
+@contextmanager
+def _named_as_arguments() -> Iterator[None]:
+    """Give the field of a service's error the name of the argument, where the contract has another one."""
+    try:
+        yield
+    except errors.PacelineError as error:
+        error.field = _ARGUMENTS.get(error.field, error.field)
+        raise
 
 
 def _restore(connection: Connection, model: ModelRef) -> SamplingClient:

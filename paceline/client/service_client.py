@@ -148,8 +148,6 @@ class ServiceClient(Catalog):
         return await self._create(base_model, lora, user_metadata)
 
     create_lora_training_client = blocking(create_lora_training_client_async)
-    create_training_run_async = create_lora_training_client_async
-    create_training_run = create_lora_training_client
 
     async def create_full_training_client_async(
         self,

@@ -11,7 +11,7 @@ from paceline.client.batching import make_batch
 from paceline.client.choices import chosen
 from paceline.client.commands import CommandSender, command
 from paceline.client.connection import checked_seconds
-from paceline.client.futures import PacelineFuture, awaitable
+from paceline.client.futures import PacelineFuture
 from paceline.client.metrics import MetricsLog, read_metrics
 from paceline.client.results import PublishResult, path_of, publish_result_from_proto
 from paceline.client.sampling_client import SamplingClient
@@ -66,9 +66,9 @@ class TrainingClient(Connected):
     """Issues the commands of one run; created by ServiceClient.
 
     Commands immediately return a future and execute in the order in which they were issued, from any thread: issue
-    forward_backward and optim_step together, then wait. The twin `x_async(...)` is a coroutine function that returns
-    the answer itself, not a future; to overlap commands, use the futures. Arguments are copied when a command is
-    issued and may be modified afterwards.
+    forward_backward and optim_step together, then wait, with `result()` or `await`. Methods that return no future block
+    until they have their answer; each has a twin `x_async` to await. Arguments are copied when a command is issued and
+    may be modified afterwards.
 
     The `fate` of an error (`errors.Fate`) says what became of the command. ANSWERED: the trainer refused it.
     TURNED_AWAY: the trainer does not have it (InvalidApiKey, Overloaded once the RetryPolicy's budget is spent, an
@@ -106,8 +106,6 @@ class TrainingClient(Connected):
         """Compute a loss and log-probabilities without a gradient. Arguments and errors as in `forward_backward`."""
         return self._pass(data, _spec(loss_fn, loss_fn_config, reduction, forward_only=True))
 
-    forward_async = awaitable(forward)
-
     @command
     @_pass_hints
     def forward_backward(
@@ -136,8 +134,6 @@ class TrainingClient(Connected):
         spec = _spec(loss_fn, loss_fn_config, reduction, refuse_non_finite=refuse_non_finite)
         return self._pass(data, spec)
 
-    forward_backward_async = awaitable(forward_backward)
-
     @command
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: LossFn) -> PacelineFuture[ForwardBackwardOutput]:
         """Differentiate a custom loss with respect to log-probabilities, and back-propagate it through the model.
@@ -153,18 +149,18 @@ class TrainingClient(Connected):
 
         return put_custom_loss(self._sender, data, loss_fn)
 
-    forward_backward_custom_async = awaitable(forward_backward_custom)
-
     @command
     @hinted(
         **{each.name: f"AdamParams({each.name}=...)" for each in fields(AdamParams)},
         lr="AdamParams(learning_rate=...)",
-        adam_params="params=...",
+        params="optim_params=...",
+        adam_params="optim_params=...",
+        optimizer="optim_params=...",
     )
     def optim_step(
-        self, params: OptimizerParams | None = None, *, only_if_succeeded: Passes | None = None
+        self, optim_params: OptimizerParams | None = None, *, only_if_succeeded: Passes | None = None
     ) -> PacelineFuture[OptimStepOutput]:
-        """Apply the accumulated gradient with the optimizer of `params`, AdamW by default, and clear the gradient.
+        """Apply the accumulated gradient with an optimizer, AdamW by default, and clear the gradient.
 
         only_if_succeeded: the future of a forward_backward, or several. The step is refused with PrecedingRefused
             unless all parts of these passes, and the passes issued between them and the step, succeeded. The gradient
@@ -174,7 +170,7 @@ class TrainingClient(Connected):
         A run keeps the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
         OptimizerChanged, OutOfMemory, PrecedingRefused, InvalidArgument.
         """
-        request = codec.optimizer_to_proto(AdamParams() if params is None else params)
+        request = codec.optimizer_to_proto(AdamParams() if optim_params is None else optim_params)
         passes = [] if only_if_succeeded is None else passes_of(only_if_succeeded, self._sender.order)
 
         def complete() -> None:
@@ -182,8 +178,6 @@ class TrainingClient(Connected):
                 put_condition(request, passes, self._sender.newest_partial_pass)
 
         return self._sender.put([request], lambda outcomes: _step_from_proto(step_in(outcomes)), complete=complete)
-
-    optim_step_async = awaitable(optim_step)
 
     @command
     def discard_gradient(self) -> PacelineFuture[int]:
@@ -193,8 +187,6 @@ class TrainingClient(Connected):
         """
         request = pb.OptimStepRequest(discard_gradient=pb.DiscardGradient())
         return self._sender.put_one(request, lambda reply: reply.tokens)
-
-    discard_gradient_async = awaitable(discard_gradient)
 
     @command
     def save_state(
@@ -207,8 +199,6 @@ class TrainingClient(Connected):
         """
         return self._save(name, CheckpointKind.STATE, ttl_seconds, overwrite=overwrite)
 
-    save_state_async = awaitable(save_state)
-
     @command
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None, *, overwrite: bool = False
@@ -219,8 +209,6 @@ class TrainingClient(Connected):
         """
         return self._save(name, CheckpointKind.SAMPLER, ttl_seconds, overwrite=overwrite)
 
-    save_weights_for_sampler_async = awaitable(save_weights_for_sampler)
-
     @command
     def load_state(self, path: str | Checkpoint) -> PacelineFuture[Run]:
         """Load a checkpoint's weights, with a fresh optimizer. Later commands are sent once it is answered.
@@ -229,8 +217,6 @@ class TrainingClient(Connected):
         """
         return self._load(path, with_optimizer=False)
 
-    load_state_async = awaitable(load_state)
-
     @command
     def load_state_with_optimizer(self, path: str | Checkpoint) -> PacelineFuture[Run]:
         """Like `load_state` from a state checkpoint, but also restore optimizer, step, RNG and pending gradient.
@@ -238,8 +224,6 @@ class TrainingClient(Connected):
         Restores a run after RunStateLost; `error.metadata["checkpoint"]` is the path of the newest state checkpoint.
         """
         return self._load(path, with_optimizer=True)
-
-    load_state_with_optimizer_async = awaitable(load_state_with_optimizer)
 
     @command
     def publish_weights(
@@ -263,21 +247,26 @@ class TrainingClient(Connected):
         )
         return self._sender.put_one(request, publish_result_from_proto)
 
-    publish_weights_async = awaitable(publish_weights)
-
-    async def save_weights_and_get_sampling_client_async(self) -> SamplingClient:
+    async def save_weights_and_get_sampling_client_async(self, name: str | None = None) -> SamplingClient:
         """Publish the weights and return a client that samples from exactly this version.
 
-        Does not wait for samplers: a sampler that lacks the version fetches it before it answers.
+        Does not wait for samplers: a sampler that lacks the version fetches it before it answers. Versions are kept
+        while they are among the newest; with a `name`, the client samples from a checkpoint of that name instead, which
+        stays until it is deleted (see `save_weights_for_sampler`). Errors: DiskFull, and with a name InvalidName and
+        CheckpointExists.
         """
+        if name is not None:
+            return self.create_sampling_client(await self.save_weights_for_sampler(name))
         published = await self.publish_weights(wait_for="none")
         return SamplingClient(self.transport, ModelRef(run_id=self.run_id, version=published.model.version))
 
     save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
-    def create_sampling_client(self, path: str | Checkpoint) -> SamplingClient:
+    def create_sampling_client(self, model_path: str | Checkpoint) -> SamplingClient:
         """Return a client that samples from a sampler checkpoint. Makes no call itself. Errors: InvalidPath."""
-        return SamplingClient(self.transport, ModelRef(checkpoint=str(CheckpointPath.parse(path_of(path)))))
+        return SamplingClient(
+            self.transport, ModelRef(checkpoint=str(CheckpointPath.parse(path_of(model_path), "model_path")))
+        )
 
     def log(self, values: Mapping[str, SupportsFloat], step: int | None = None) -> PacelineFuture[int]:
         """Add a row of values to the run's metrics; the answer is its number.
@@ -290,8 +279,6 @@ class TrainingClient(Connected):
         """
         return self._log.put_values(values, step)
 
-    log_async = awaitable(log)
-
     def log_rollouts(self, rollouts: Sequence[Rollout], step: int | None = None) -> PacelineFuture[int]:
         """Add rollouts to the run's; the answer is the number of the last. `step` as in `log`.
 
@@ -299,8 +286,6 @@ class TrainingClient(Connected):
         InvalidArgument, OutOfRange, DiskFull, QuotaExceeded.
         """
         return self._log.put_rollouts(rollouts, step)
-
-    log_rollouts_async = awaitable(log_rollouts)
 
     async def metrics_async(self, names: Sequence[str] = (), *, at_most_points: int | None = None) -> Metrics:
         """Return what was measured of the run, as `ServiceClient.metrics` does. Errors: RunNotFound, OutOfRange."""

@@ -132,4 +132,6 @@ def optimizer_name(params: OptimizerParams) -> str:
         if type(params) is kind:
             return name
     classes = ", ".join(kind.__name__ for kind in OPTIMIZERS.values())
-    raise InvalidArgument.of_type(params, f"the settings of an optimizer, an instance of one of {classes}", "params")
+    raise InvalidArgument.of_type(
+        params, f"the settings of an optimizer, an instance of one of {classes}", "optim_params"
+    )

@@ -26,7 +26,7 @@ from paceline.types.hints import hinted
 from paceline.types.reprs import ShortRepr
 
 Array = NDArray[Any]
-Tokens = Sequence[int] | NDArray[np.integer[Any]]
+Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]] | ModelInput"
 """A sequence of token ids."""
 
 TOKEN_INPUTS = frozenset({"target_tokens"})
@@ -75,20 +75,44 @@ class ComparedByValue:
         return same(self, other) if type(other) is type(self) else NotImplemented
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """The token ids of a prompt or of a datum, under Tinker's name; a plain list or array of them will do as well."""
+
+    tokens: tuple[int, ...] = ()
+    """Token ids."""
+
+    @classmethod
+    def from_ints(cls, tokens: Tokens) -> ModelInput:
+        """Return the input of these token ids, [N]. Errors: InvalidDtype, InvalidShape, OutOfRange."""
+        dtype = np.dtype(np.int32)
+        return cls(tuple(_cast(as_tokens(tokens, dtype, "tokens"), dtype, "tokens").tolist()))
+
+    def to_ints(self) -> list[int]:
+        """Return the token ids."""
+        return list(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
 @dataclass(slots=True, eq=False, init=False)
 class Datum(ComparedByValue):
     """One training sequence of N tokens, already shifted.
 
-    Position i of `model_input` predicts `loss_inputs["target_tokens"][i]`. Lists of Python numbers and torch tensors
-    are converted: `target_tokens` to int64, masks to uint8, all other loss inputs to float32. So are numpy arrays of
-    bools for masks, and of bools and floats for inputs in float32. Other numpy arrays keep their dtype, except in
-    `from_completion`; the server refuses unsupported ones. Errors: InvalidDtype for text and for fractions where
-    integers are required, InvalidShape, OutOfRange, InvalidArgument.
+    Position i of `model_input`, token ids or a ModelInput, predicts `loss_fn_inputs["target_tokens"][i]`.
+
+    Lists of Python numbers and torch tensors are converted: `target_tokens` to int64, masks to uint8, all other loss
+    inputs to float32. So are numpy arrays of bools for masks, and of bools and floats for inputs in float32. Other
+    numpy arrays keep their dtype, except in `from_completion`; the server refuses unsupported ones. Errors:
+    InvalidDtype for text and for fractions where integers are required, InvalidShape, OutOfRange, InvalidArgument.
     """
 
     model_input: Array
     """Token ids, int32, shape [N]."""
-    loss_inputs: dict[str, Array] = field(default_factory=dict)
+    loss_fn_inputs: dict[str, Array] = field(default_factory=dict)
     """Per-token inputs, each of shape [N]; the loss determines which are needed.
 
     target_tokens, weights, logprobs, advantages, reference_logprobs, clip_low_threshold, clip_high_threshold,
@@ -97,28 +121,30 @@ class Datum(ComparedByValue):
     """
 
     @hinted(
-        **{name: f'loss_inputs={{"{name}": ...}}' for name in LOSS_INPUTS},
+        **{name: f'loss_fn_inputs={{"{name}": ...}}' for name in LOSS_INPUTS},
         input_ids="model_input=...",
         tokens="model_input=...",
-        labels='loss_inputs={"target_tokens": ...}, shifted by one',
+        labels='loss_fn_inputs={"target_tokens": ...}, shifted by one',
     )
-    def __init__(self, model_input: ArrayLike, loss_inputs: Mapping[str, ArrayLike] | None = None) -> None:
-        if not isinstance(loss_inputs, Mapping | None):
-            message = f"is a {type(loss_inputs).__name__}; give a dict of names and arrays"
-            raise InvalidArgument(message, field="loss_inputs")
-        for name in loss_inputs or {}:
+    def __init__(
+        self, model_input: ArrayLike | ModelInput, loss_fn_inputs: Mapping[str, ArrayLike] | None = None
+    ) -> None:
+        if not isinstance(loss_fn_inputs, Mapping | None):
+            message = f"is a {type(loss_fn_inputs).__name__}; give a dict of names and arrays"
+            raise InvalidArgument(message, field="loss_fn_inputs")
+        for name in loss_fn_inputs or {}:
             if not isinstance(name, str):
-                raise InvalidArgument.of_type(name, "names that are strings", "loss_inputs")
+                raise InvalidArgument.of_type(name, "names that are strings", "loss_fn_inputs")
         self.model_input = as_array(model_input, np.dtype(np.int32), "model_input")
-        self.loss_inputs = {
-            name: as_array(values, _default_dtype(name), f"loss_inputs[{name}]")
-            for name, values in (loss_inputs or {}).items()
+        self.loss_fn_inputs = {
+            name: as_array(values, _default_dtype(name), f"loss_fn_inputs[{name}]")
+            for name, values in (loss_fn_inputs or {}).items()
         }
 
     @property
     def counted_positions(self) -> int:
         """Number of counted positions: those with a non-zero mask, or all N without a mask."""
-        mask = self.loss_inputs.get("mask")
+        mask = self.loss_fn_inputs.get("mask")
         return len(self.model_input) if mask is None else int(np.count_nonzero(mask))
 
     @classmethod
@@ -325,7 +351,7 @@ def as_array(values: Any, dtype: np.dtype[Any], field: str) -> NDArray[Any]:
     Raises InvalidDtype for text, other non-numbers, and fractions where integers are required, InvalidShape for rows
     of different lengths, OutOfRange for integers that do not fit `dtype`.
     """
-    values = _ids_of(values, field)
+    values = _own_array(_ids_of(values, field), field)
     if isinstance(values, np.ndarray):
         is_converted = values.dtype.kind + dtype.kind in _CONVERTED_KINDS
         return values.astype(dtype, copy=False) if is_converted else values
@@ -374,6 +400,19 @@ def _ids_of(values: Any, field: str) -> Any:
     if mask is not None and not np.all(np.asarray(mask)):
         raise InvalidArgument("is padded; tokenize one text without padding, and give its .input_ids", field=field)
     return rows[0]
+
+
+def _own_array(values: Any, field: str) -> Any:
+    """Return the numbers of a ModelInput, also of Tinker's, or of its TensorData; anything else as it is.
+
+    Raises InvalidArgument for an input that holds more than token ids.
+    """
+    if callable(to_ints := getattr(values, "to_ints", None)):
+        try:
+            return to_ints()
+        except ValueError as problem:
+            raise InvalidArgument(f"is no list of token ids: {problem}", field=field) from problem
+    return to_numpy() if callable(to_numpy := getattr(values, "to_numpy", None)) else values
 
 
 def as_names(values: Iterable[str], field: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def data_for(loss):
     unused = {"logprobs", "advantages"} if loss == "cross_entropy" else {"weights"}
     for datum in data:
         for name in unused:
-            del datum.loss_inputs[name]
+            del datum.loss_fn_inputs[name]
     return data
 
 

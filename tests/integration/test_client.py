@@ -64,7 +64,7 @@ async def test_commands_after_one_that_was_not_accepted_execute(server, refusal)
             await futures.pop(1)
         for future in futures:
             await future
-        assert (await training.optim_step_async()).step == 1
+        assert (await training.optim_step()).step == 1
 
 
 @pytest.mark.parametrize("denial", [errors.InvalidApiKey("is not known"), errors.Overloaded("full")], ids=repr)
@@ -178,15 +178,15 @@ async def test_a_callback_that_raises_ends_no_other_call(training, caplog, error
     future = training.forward_backward(make_data())
     future.add_done_callback(fail)
     await future
-    assert (await asyncio.wait_for(training.optim_step_async(), 20)).step == 1
+    assert (await asyncio.wait_for(training.optim_step(), 20)).step == 1
     assert "a callback of a future failed" in caplog.text
 
 
 async def test_arguments_may_be_changed_once_a_command_is_issued(server, training):
     data = make_data(1)
-    weights = data[0].loss_inputs["weights"].copy()
+    weights = data[0].loss_fn_inputs["weights"].copy()
     future = training.forward_backward(data)
-    data[0].loss_inputs["weights"][:] = 0
+    data[0].loss_fn_inputs["weights"][:] = 0
     output = await future
     logprobs = output.loss_fn_outputs[0]["logprobs"]
     assert output.metrics["loss:sum"] == pytest.approx(-(weights * logprobs).sum(), rel=1e-5)
@@ -393,7 +393,7 @@ async def test_what_an_earlier_client_left_of_a_step_is_discarded(client, traini
     left = await training.forward_backward(make_data())
     again = await client.get_training_client_async(training.run_id)
     assert await again.discard_gradient() == left.metrics["tokens:sum"]
-    assert await again.discard_gradient_async() == 0
+    assert await again.discard_gradient() == 0
     with pytest.raises(errors.NoGradient):
         await again.optim_step()
 
@@ -473,7 +473,7 @@ async def test_published_weights_are_sampled_by_their_version(server, training):
 async def test_everything_works_from_a_thread_without_an_event_loop(server):
     def program():
         with ServiceClient(server.address, retry=QUICK) as client:
-            training = client.create_training_run()
+            training = client.create_lora_training_client()
             passed, stepped = training.forward_backward(make_data()), training.optim_step()
             assert passed.result(60).metrics["tokens:sum"] == 10
             assert stepped.result(60).step == training.get_info().step == 1

@@ -5,11 +5,12 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
+import tinker
 import torch
 from support.stacks.toy_trainer import make_data
 from transformers import BatchEncoding
 
-from paceline import AdamParams, Checkpoint, CheckpointKind, Datum, SamplingParams, ServiceClient, errors
+from paceline import AdamParams, Checkpoint, CheckpointKind, Datum, ModelInput, SamplingParams, ServiceClient, errors
 from paceline.client.commands import MAX_COMMANDS_UNANSWERED
 from paceline.layout import check_run_id
 
@@ -26,7 +27,7 @@ async def test_settings_of_no_optimizer_are_refused_and_the_classes_of_settings_
         errors.InvalidArgument, match=rf"is of type {type(params).__name__}; give .* AdamParams"
     ) as caught:
         training.optim_step(params)
-    assert caught.value.field == "params"
+    assert caught.value.field == "optim_params"
     assert server.trainer.executed == []
 
 
@@ -145,8 +146,8 @@ async def test_what_is_none_of_the_words_of_an_argument_is_refused_with_the_word
     ("call", "field"),
     [
         (lambda _, training: training.forward(make_data(), loss_fn_config=np.zeros(3)), "loss_fn_config"),
-        (lambda _, training: training.forward([Datum([1], {"a\ud800": [1]})]), "data[0].loss_inputs"),
-        (lambda *_: Datum([1], {1: [1]}), "loss_inputs"),
+        (lambda _, training: training.forward([Datum([1], {"a\ud800": [1]})]), "data[0].loss_fn_inputs"),
+        (lambda *_: Datum([1], {1: [1]}), "loss_fn_inputs"),
         (lambda client, _: client.create_lora_training_client(user_metadata=np.zeros(3)), "user_metadata"),
     ],
 )
@@ -209,9 +210,11 @@ async def test_what_became_of_the_commands_of_a_closed_client_is_told(server):
         BatchEncoding({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}),
         BatchEncoding({"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 3)}),
         {"input_ids": np.array([1, 2, 3])},
+        ModelInput.from_ints([1, 2, 3]),
+        tinker.ModelInput.from_ints([1, 2, 3]),
     ],
 )
-async def test_what_a_tokenizer_returns_for_one_text_is_a_prompt_and_a_datums_tokens(client, prompt):
+async def test_what_holds_the_token_ids_of_one_text_is_a_prompt_and_a_datums_tokens(client, prompt):
     sampling = client.create_sampling_client()
     params = SamplingParams(max_tokens=2, seed=1)
     one, other = await sampling.sample(prompt, 1, params), await sampling.sample([1, 2, 3], 1, params)
@@ -251,7 +254,7 @@ async def test_what_is_not_one_sequence_of_tokens_is_refused_with_what_to_give(c
         (lambda client, training: training.forward(make_data(), loss="ppo"), "give loss_fn="),
         (lambda *_: AdamParams(lr=1e-4), "AdamParams has no argument 'lr'; give learning_rate="),
         (lambda *_: SamplingParams(temprature=1), r"did you mean temperature\?"),
-        (lambda *_: Datum([1], target_tokens=[1]), 'give loss_inputs={"target_tokens"'),
+        (lambda *_: Datum([1], target_tokens=[1]), 'give loss_fn_inputs={"target_tokens"'),
         (lambda *_: ServiceClient(base_url="x"), "ServiceClient has no argument 'base_url'; give address="),
         (lambda *_: AdamParams(nothing_like_it=1), "it has learning_rate, beta1"),
     ],

@@ -24,13 +24,13 @@ async def test_a_custom_loss_gives_the_gradient_that_autograd_gives(server, trai
 
     def loss_fn(given, logprobs):
         pairs = zip(given, logprobs, strict=True)
-        rows = [torch.from_numpy(datum.loss_inputs["advantages"]) * row**2 for datum, row in pairs]
+        rows = [torch.from_numpy(datum.loss_fn_inputs["advantages"]) * row**2 for datum, row in pairs]
         return torch.cat(rows).sum(), {"rows:sum": float(len(rows))}
 
     output = await training.forward_backward_custom(data, loss_fn)
     theta = torch.tensor(server.trainer.theta, requires_grad=True)
     table = theta.log_softmax(-1)
-    logprobs = [table[datum.model_input, datum.loss_inputs["target_tokens"]] * torch.tensor(mask) for datum in data]
+    logprobs = [table[datum.model_input, datum.loss_fn_inputs["target_tokens"]] * torch.tensor(mask) for datum in data]
     expected, _ = loss_fn(data, logprobs)
     expected.backward()
     np.testing.assert_allclose(server.trainer.gradient, theta.grad, rtol=1e-4, atol=1e-6)
@@ -41,7 +41,7 @@ async def test_a_custom_loss_gives_the_gradient_that_autograd_gives(server, trai
 async def test_data_may_be_changed_once_a_custom_loss_is_issued(server, training):
     def loss_fn(given, logprobs):
         pairs = zip(given, logprobs, strict=True)
-        return sum((torch.from_numpy(datum.loss_inputs["advantages"]) * row).sum() for datum, row in pairs), {}
+        return sum((torch.from_numpy(datum.loss_fn_inputs["advantages"]) * row).sum() for datum, row in pairs), {}
 
     def inputs():
         return {"mask": np.array([0, 1, 1, 1, 1], np.uint8), "advantages": np.linspace(-1, 1, 5, dtype=np.float32)}
@@ -49,9 +49,9 @@ async def test_data_may_be_changed_once_a_custom_loss_is_issued(server, training
     data = make_data(2, **inputs())
     changed = training.forward_backward_custom(data, loss_fn)
     for datum in data:
-        for values in (datum.model_input, *datum.loss_inputs.values()):
+        for values in (datum.model_input, *datum.loss_fn_inputs.values()):
             values[:] = 0
-        datum.loss_inputs.clear()
+        datum.loss_fn_inputs.clear()
     await changed
     gradient = server.trainer.gradient.copy()
     assert gradient.any()
@@ -63,7 +63,10 @@ def with_several_targets(data, count=3):
     rng = np.random.default_rng(7)
     for datum in data:
         shape = (len(datum.model_input), count)
-        datum.loss_inputs |= {"target_tokens": rng.integers(VOCABULARY, size=shape), "weights": np.zeros(shape, "f4")}
+        datum.loss_fn_inputs |= {
+            "target_tokens": rng.integers(VOCABULARY, size=shape),
+            "weights": np.zeros(shape, "f4"),
+        }
     return data
 
 
@@ -74,7 +77,7 @@ async def test_a_custom_loss_of_several_targets_per_position_has_a_gradient_for_
     theta = torch.tensor(server.trainer.theta, requires_grad=True)
     table = theta.log_softmax(-1)
     for datum in data:
-        rows = table[datum.model_input].gather(1, torch.from_numpy(datum.loss_inputs["target_tokens"]))
+        rows = table[datum.model_input].gather(1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"]))
         (torch.from_numpy(mask)[:, None] * rows**2).sum().backward(retain_graph=True)
     np.testing.assert_allclose(server.trainer.gradient, theta.grad, rtol=1e-4, atol=1e-6)
 
@@ -100,7 +103,7 @@ async def test_a_custom_loss_of_a_datum_without_targets_is_refused_by_its_place(
     data = [*make_data(1), Datum([1, 2], {"advantages": [0.5, 0.5]})]
     with pytest.raises(errors.MissingField) as caught:
         training.forward_backward_custom(data, lambda _, rows: (rows[0].sum(), {}))
-    assert caught.value.field == "data[1].loss_inputs[target_tokens]"
+    assert caught.value.field == "data[1].loss_fn_inputs[target_tokens]"
     assert server.trainer.arrivals == []
 
 

@@ -333,7 +333,7 @@ from concurrent.futures import Future
 signal.alarm(60)
 told, sampling, later = Future(), client.create_sampling_client(), []
 blocking = (
-    client.create_training_run,
+    client.create_lora_training_client,
     lambda: later[0].result(),
     lambda: list(sampling.sample_stream([1])),
 )

@@ -44,7 +44,7 @@ async def test_a_step_on_a_batch_of_which_a_part_is_refused_is_refused_and_the_r
         passes = [training.forward_backward(part) for part in ([DATUM], [DATUM] * 3)]
         assert (await training.optim_step(STEP, only_if_succeeded=passes)).step == 1
         await training.forward_backward([DATUM])
-        assert (await training.optim_step_async(STEP, only_if_succeeded=passes[1])).step == 2
+        assert (await training.optim_step(STEP, only_if_succeeded=passes[1])).step == 2
         await service.delete_run_async(training.run_id)
 
 

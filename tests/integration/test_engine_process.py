@@ -213,7 +213,7 @@ async def test_unforeseen_errors_are_internal_and_their_text_stays_in_the_log(op
     outside = np.full(4, VOCAB_SIZE + 5, np.int32)
     async with EngineProcess(options) as engine:
         await engine.create_run("run", LORA)
-        data = [Datum(outside, make_data((4,))[0].loss_inputs)]
+        data = [Datum(outside, make_data((4,))[0].loss_fn_inputs)]
         with pytest.raises(Internal) as internal:
             await engine.forward_backward("run", data, ForwardBackwardSpec("ppo"))
         assert (await engine.create_run("next", LORA)).trainable_parameters > 0, "the engine lives on"

@@ -153,11 +153,11 @@ def test_the_loss_is_on_responses_alone_and_examples_are_as_they_would_be_sample
         tokenizer = service.create_lora_training_client(rank=1).get_tokenizer()
     plain = [{"role": each["role"], "content": each["content"]} for each in messages]
     prompt = tokenizer.apply_chat_template(plain[:-1], add_generation_prompt=True, return_dict=False)
-    targets = datum.loss_inputs["target_tokens"]
+    targets = datum.loss_fn_inputs["target_tokens"]
     assert datum.model_input[: len(prompt)].tolist() == prompt
-    said = tokenizer.decode(targets[datum.loss_inputs["weights"] == 1])
+    said = tokenizer.decode(targets[datum.loss_fn_inputs["weights"] == 1])
     assert said == "Lima<|im_end|>Ndjamena<|im_end|>"
-    assert (datum.loss_inputs["mask"] == datum.loss_inputs["weights"]).all()
+    assert (datum.loss_fn_inputs["mask"] == datum.loss_fn_inputs["weights"]).all()
     assert caller.train(model="chats", conversations=[messages, {"messages": messages}], lora={"rank": 2}) | {
         "run_id": ""
     } == {"model": "chats", "run_id": "", "accepted": 1, "duplicates": 1}

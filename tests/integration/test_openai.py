@@ -554,7 +554,7 @@ def test_an_answer_is_sampled_after_the_prompt_that_it_is_trained_after(cluster,
     messages[2]["weight"] = 0
     with paceline.ServiceClient(cluster.address, cluster.api_key) as service:
         ((datum,),) = service.render_conversations([[*messages, {"role": "assistant", "content": "17"}]])
-    trained_from = int(datum.loss_inputs["mask"].argmax()) + 1
+    trained_from = int(datum.loss_fn_inputs["mask"].argmax()) + 1
     assert datum.model_input[:trained_from].tolist() == sampled
     text = make_tokenizer().decode(sampled)
     assert "<think>Hm.</think>" in text

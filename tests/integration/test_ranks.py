@@ -195,7 +195,7 @@ async def test_what_the_tolerance_hides_is_less_than_a_thousandth_of_any_datum(o
         one = PeftEngine(options)
         one.create_run("run", LORAS["all"])
         data = make_data(LENGTHS)
-        data[index].loss_inputs["advantages"] *= np.float32(weight)
+        data[index].loss_fn_inputs["advantages"] *= np.float32(weight)
         one.forward_backward("run", data, ForwardBackwardSpec("cispo"))
         results.append({name: gradient.numpy() for name, gradient in gradients(one).items()})
     assert max(distance(results[1][name], gradient) for name, gradient in results[0].items()) > TOLERANCE
@@ -216,10 +216,12 @@ async def test_several_targets_and_packs_without_any_go_side_by_side(pair):
     for datum in data[:1]:
         shape = (len(datum.model_input), 3)
         rng = np.random.default_rng(0)
-        datum.loss_inputs["target_tokens"] = rng.integers(0, VOCAB_SIZE, shape)
-        datum.loss_inputs["weights"] = rng.normal(1, 1, shape).astype(np.float32)
+        datum.loss_fn_inputs["target_tokens"] = rng.integers(0, VOCAB_SIZE, shape)
+        datum.loss_fn_inputs["weights"] = rng.normal(1, 1, shape).astype(np.float32)
     await train_alike(pair, data, "run", "cross_entropy")
-    await train_alike(pair, [replace(d, loss_inputs=d.loss_inputs | {"mask": d.loss_inputs["mask"] * 0}) for d in data])
+    await train_alike(
+        pair, [replace(d, loss_fn_inputs=d.loss_fn_inputs | {"mask": d.loss_fn_inputs["mask"] * 0}) for d in data]
+    )
     await step_alike(pair)
 
 
@@ -258,7 +260,7 @@ async def test_what_fails_on_one_rank_fails_on_both_and_changes_nothing(pair, tm
     of_two, _ = await saved(pair, tmp_path)
     before = contents(of_two)
     broken = make_data(LENGTHS)
-    broken[0] = Datum(np.full(5, VOCAB_SIZE + 5, np.int32), broken[0].loss_inputs)
+    broken[0] = Datum(np.full(5, VOCAB_SIZE + 5, np.int32), broken[0].loss_fn_inputs)
     for forward_only in (False, True):
         with pytest.raises(Internal):
             await two.forward_backward("run", broken, ForwardBackwardSpec("cispo", forward_only=forward_only))
@@ -280,7 +282,7 @@ async def test_out_of_memory_on_one_rank_is_so_on_both(pair):
 async def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_on_both(pair):
     two, _ = pair
     data = make_data(LENGTHS)
-    data[0].loss_inputs["advantages"][:] = np.nan
+    data[0].loss_fn_inputs["advantages"][:] = np.nan
     await two.forward_backward("run", data, ForwardBackwardSpec("ppo"))
     with pytest.raises(NonFiniteGradient):
         await two.optim_step("run", STEADY)

@@ -156,11 +156,11 @@ async def caller(channel, credential):
 
 
 def with_input(name, values, datum=DATUM):
-    return replace(datum, loss_inputs={**datum.loss_inputs, name: np.asarray(values)})
+    return replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, name: np.asarray(values)})
 
 
 def without_input(name):
-    return replace(DATUM, loss_inputs={key: value for key, value in DATUM.loss_inputs.items() if key != name})
+    return replace(DATUM, loss_fn_inputs={key: value for key, value in DATUM.loss_fn_inputs.items() if key != name})
 
 
 ONES = np.ones(6, np.float32)
@@ -720,8 +720,8 @@ async def test_an_adapter_made_by_peft_is_imported_and_trained_further(caller, c
     await caller.load(path)
     datum = SFT_DATUM
     logits = made(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None]).logits[0].log_softmax(-1)
-    expected = logits.detach().numpy()[np.arange(6), datum.loss_inputs["target_tokens"]]
-    counted = datum.loss_inputs["mask"] == 1
+    expected = logits.detach().numpy()[np.arange(6), datum.loss_fn_inputs["target_tokens"]]
+    counted = datum.loss_fn_inputs["mask"] == 1
     np.testing.assert_allclose((await caller.logprobs())[counted], expected[counted], rtol=1e-4, atol=1e-4)
     before = (await caller.forward_backward()).metrics["loss:sum"]
     assert (await caller.optim_step()).step == 1

@@ -32,7 +32,7 @@ def test_services_come_up_in_few_lines_serve_and_leave_nothing_behind(model, tmp
         assert len(said) <= 6
         assert said[-1].startswith("Paceline is up")
         with paceline.ServiceClient(services.address, services.api_key) as client:
-            assert client.get_server_capabilities().models
+            assert client.get_server_capabilities().supported_models
         started = set(descendants("_service") + descendants("gateway")).difference(others)
         assert len(started) >= 3
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)

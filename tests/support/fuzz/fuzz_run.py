@@ -418,9 +418,9 @@ async def _delete_runs(service: paceline.ServiceClient) -> None:
 async def _own(service: paceline.ServiceClient) -> Owned:
     """Make a run with checkpoints and a version."""
     training = await service.create_lora_training_client_async(rank=2)
-    state = (await training.save_state_async("a")).path
-    sampler = (await training.save_weights_for_sampler_async("a")).path
-    await training.publish_weights_async()
+    state = (await training.save_state("a")).path
+    sampler = (await training.save_weights_for_sampler("a")).path
+    await training.publish_weights()
     return Owned(training.run_id, state, sampler, last_seq_id=3)
 
 

@@ -66,9 +66,9 @@ def lora_gradients(directory, state, data):
     total = torch.zeros((), dtype=torch.float64)
     for datum in data:
         tokens = torch.from_numpy(datum.model_input.astype(np.int64))
-        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
         lp = model(input_ids=tokens[None]).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        total = total - (lp * torch.from_numpy(datum.loss_inputs["weights"] * datum.loss_inputs["mask"])).sum()
+        total = total - (lp * torch.from_numpy(datum.loss_fn_inputs["weights"] * datum.loss_fn_inputs["mask"])).sum()
     total.backward()
     return total.item(), {name: parameter.grad for name, parameter in trained.items()}
 
@@ -83,7 +83,7 @@ def saved(engine, directory, run_id="run"):
 def check_non_finite_gradient_is_refused(engine, run_id="run"):
     """Check that a step with an infinite gradient is refused and changes no weight."""
     data = make_data((5,))
-    data[0].loss_inputs["weights"][-1] = np.inf
+    data[0].loss_fn_inputs["weights"][-1] = np.inf
     train(engine, run_id, data=data)
     before = weights(engine, run_id)
     with pytest.raises(NonFiniteGradient):

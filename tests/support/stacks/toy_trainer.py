@@ -182,13 +182,13 @@ class ToyTrainer(TrainerServiceServicer):
         data = [codec.datum_from_proto(datum, f"data[{index}]") for index, datum in enumerate(request.data)]
         loss, tokens, outputs, gradient = 0.0, 0, [], np.zeros_like(self.theta)
         for index, datum in enumerate(data):
-            inputs, targets = datum.model_input, datum.loss_inputs["target_tokens"]
+            inputs, targets = datum.model_input, datum.loss_fn_inputs["target_tokens"]
             if inputs.max() >= VOCABULARY:
                 raise errors.TokenOutOfRange("is not in the vocabulary", field=f"data[{index}].model_input")
-            mask = datum.loss_inputs.get("mask", np.ones(len(inputs), np.uint8)) != 0
+            mask = datum.loss_fn_inputs.get("mask", np.ones(len(inputs), np.uint8)) != 0
             columns = targets.reshape(len(inputs), -1)
             # With a ratio of 1, grpo's gradient is that of cross_entropy weighted by advantages.
-            given = datum.loss_inputs["advantages" if request.loss_fn == "grpo" else "weights"]
+            given = datum.loss_fn_inputs["advantages" if request.loss_fn == "grpo" else "weights"]
             weights = np.where(mask[:, None], given.reshape(columns.shape), 0.0)
             table = log_softmax(self.theta)[inputs]
             logprobs = np.take_along_axis(table, columns, 1)

@@ -114,10 +114,10 @@ def test_datums(tokens, inputs):
     datum = Datum(tokens, inputs | {"target_tokens": tokens.astype(np.int64), "mask": np.ones(3, np.uint8)})
     decoded = codec.datum_from_proto(codec.datum_to_proto(datum), "data[0]")
     np.testing.assert_array_equal(decoded.model_input, tokens)
-    assert decoded.loss_inputs.keys() == datum.loss_inputs.keys()
-    for name, values in datum.loss_inputs.items():
-        assert decoded.loss_inputs[name].dtype == values.dtype
-        np.testing.assert_array_equal(decoded.loss_inputs[name], values)
+    assert decoded.loss_fn_inputs.keys() == datum.loss_fn_inputs.keys()
+    for name, values in datum.loss_fn_inputs.items():
+        assert decoded.loss_fn_inputs[name].dtype == values.dtype
+        np.testing.assert_array_equal(decoded.loss_fn_inputs[name], values)
 
 
 @given(st.dictionaries(words, vectors, max_size=3))
@@ -162,7 +162,7 @@ def test_a_request_without_an_optimizer_is_refused():
 def test_what_is_no_optimizers_settings_has_no_wire_form():
     with pytest.raises(errors.InvalidArgument, match=r"is of type LoraConfig; give .* AdamParams") as caught:
         codec.optimizer_to_proto(LoraConfig())
-    assert caught.value.field == "params"
+    assert caught.value.field == "optim_params"
 
 
 def test_a_setting_without_a_value_is_refused_since_the_trainer_would_take_its_own():
@@ -341,7 +341,7 @@ def test_several_targets_per_position_keep_their_shape():
     decoded = codec.datum_from_proto(codec.datum_to_proto(Datum(np.arange(3, dtype=np.int32), inputs)), "data[0]")
     output = codec.output_from_proto(codec.output_to_proto({"logprobs": inputs["weights"]}), "outputs[0]")
     for name, values in inputs.items():
-        np.testing.assert_array_equal(decoded.loss_inputs[name], values)
+        np.testing.assert_array_equal(decoded.loss_fn_inputs[name], values)
     np.testing.assert_array_equal(output["logprobs"], inputs["weights"])
 
 

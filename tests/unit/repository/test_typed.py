@@ -24,7 +24,7 @@ client = paceline.ServiceClient()
 training = client.create_lora_training_client(rank=16, target_modules=["q_proj"])
 reveal_type(training)
 datum = paceline.Datum([1, 2], {"target_tokens": [2, 3]})
-reveal_type(datum.loss_inputs)
+reveal_type(datum.loss_fn_inputs)
 passed = training.forward_backward([datum, paceline.Datum.from_completion([1], [2], advantages=1.0)], "ppo")
 reveal_type(passed)
 reveal_type(passed.result().metrics)
@@ -36,7 +36,7 @@ reveal_type(client.list_runs())
 
 
 async def main() -> None:
-    reveal_type(await training.forward_backward_async([datum]))
+    reveal_type(await training.forward_backward([datum]))
     reveal_type(await client.get_server_capabilities_async())
     async for delta in sampling.sample_stream([1]):
         reveal_type(delta.tokens)

@@ -192,9 +192,9 @@ def turns(data):
     """Return the prompt and the response, in tokens, of each trained turn."""
     found = []
     for datum in data:
-        tokens = [*datum.model_input.tolist(), int(datum.loss_inputs["target_tokens"][-1])]
-        trained = [False, *datum.loss_inputs["mask"].astype(bool).tolist()]
-        assert datum.loss_inputs["weights"].tolist() == datum.loss_inputs["mask"].tolist()
+        tokens = [*datum.model_input.tolist(), int(datum.loss_fn_inputs["target_tokens"][-1])]
+        trained = [False, *datum.loss_fn_inputs["mask"].astype(bool).tolist()]
+        assert datum.loss_fn_inputs["weights"].tolist() == datum.loss_fn_inputs["mask"].tolist()
         starts = [index for index in range(1, len(tokens)) if trained[index] and not trained[index - 1]]
         for start in starts:
             end = next((index for index in range(start, len(tokens)) if not trained[index]), len(tokens))

@@ -34,7 +34,7 @@ class Engine:
         return ModelInfo("tiny", 512, 256, "float32", 16, 2)
 
     async def forward_backward(self, run_id, data, spec):
-        return AccumulatedOutput([{"logprobs": datum.loss_inputs["weights"]} for datum in data], {})
+        return AccumulatedOutput([{"logprobs": datum.loss_fn_inputs["weights"]} for datum in data], {})
 
 
 @pytest.mark.parametrize(("datums", "is_here"), [(1, True), (1024, False)])

@@ -44,7 +44,7 @@ async def render(model, *conversations, longest=512, **more):
 
 def said(datum):
     """Return the texts that are trained, one for each response."""
-    targets, weights = datum.loss_inputs["target_tokens"].tolist(), datum.loss_inputs["weights"].tolist()
+    targets, weights = datum.loss_fn_inputs["target_tokens"].tolist(), datum.loss_fn_inputs["weights"].tolist()
     groups = groupby(zip(targets, weights, strict=True), key=itemgetter(1))
     return [TOKENIZER.decode([token for token, _ in group]) for weight, group in groups if weight]
 
@@ -52,7 +52,7 @@ def said(datum):
 async def test_each_response_is_trained_up_to_the_token_that_ends_it(model):
     ((datum,),) = await render(model, [USER, says("Ho"), OTHER, says("No", weight=0), OTHER, says("Yes")])
     assert said(datum) == ["Ho<|im_end|>", "Yes<|im_end|>"]
-    assert len(datum.model_input) == len(datum.loss_inputs["target_tokens"])
+    assert len(datum.model_input) == len(datum.loss_fn_inputs["target_tokens"])
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
@@ -289,8 +289,8 @@ async def test_a_token_that_ends_sampling_inside_of_a_response_is_refused(model)
 
 async def test_what_follows_the_end_is_not_in_the_data(model):
     ((datum,),) = await render(model, [USER, says("Ho")])
-    assert datum.loss_inputs["target_tokens"][-1] == EOS_ID
-    assert datum.loss_inputs["mask"][-1] == 1
+    assert datum.loss_fn_inputs["target_tokens"][-1] == EOS_ID
+    assert datum.loss_fn_inputs["mask"][-1] == 1
 
 
 @pytest.mark.parametrize(

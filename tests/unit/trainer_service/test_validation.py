@@ -36,7 +36,7 @@ def test_a_datum_with_weights_in_place_of_advantages_is_told_that_these_are_miss
 )
 def test_a_token_out_of_range_is_named_with_its_position_and_the_vocabulary(name, held):
     datum = Datum.from_completion([1, 2], [3, 4])
-    values = {"model_input": datum.model_input, "target_tokens": datum.loss_inputs["target_tokens"]}
+    values = {"model_input": datum.model_input, "target_tokens": datum.loss_fn_inputs["target_tokens"]}
     values[name][int(held[-1])] = int(held.split()[0])
     with pytest.raises(errors.TokenOutOfRange, match=f"holds {held}; .* 100 tokens, with ids from 0 to 99$") as caught:
         check_batch([datum], ForwardBackwardSpec("cross_entropy"), MODEL, 1)
@@ -89,7 +89,7 @@ def test_a_placeholder_is_refused_where_a_loss_reads_it_without_an_advantage(spe
     with pytest.raises(errors.PositiveLogprob, match=f"set mask to 0 .*{spec.loss_fn} reads it") as caught:
         check_batch([bad], spec, MODEL, 1)
     assert caught.value.field == f"data[0].loss_inputs[{name}]"
-    bad.loss_inputs["mask"] = np.array([0, 1], np.uint8)
+    bad.loss_fn_inputs["mask"] = np.array([0, 1], np.uint8)
     check_batch([bad], spec, MODEL, 1)
 
 
@@ -98,7 +98,7 @@ def test_a_placeholder_is_accepted_where_a_loss_does_not_read_it():
     unread = policy_datum(reference_logprobs=[1e30, -1.0])
     check_batch([unread], ForwardBackwardSpec("grpo"), MODEL, 1)
     chosen = policy_datum(logprobs=[1e30, -1.0])
-    chosen.loss_inputs["sequence_ratio_mask"] = np.array([0, 1], np.uint8)
+    chosen.loss_fn_inputs["sequence_ratio_mask"] = np.array([0, 1], np.uint8)
     check_batch([chosen], ForwardBackwardSpec("gspo"), MODEL, 1)
 
 

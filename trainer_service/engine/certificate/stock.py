@@ -271,7 +271,7 @@ def _perturbed_outputs(model: PreTrainedModel) -> Iterator[None]:
 
 def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) -> _SequenceResults:
     logprobs = stock_logprobs(model, datum)
-    weights = torch.from_numpy(datum.loss_inputs["weights"]).to(model.device)
+    weights = torch.from_numpy(datum.loss_fn_inputs["weights"]).to(model.device)
     loss = -(logprobs * weights).sum()
     gradients = torch.autograd.grad(loss, factors, allow_unused=True) if loss.requires_grad else ()
     given = [torch.zeros_like(f) if g is None else g for f, g in zip_longest(factors, gradients)]
@@ -281,7 +281,7 @@ def _compute(model: PreTrainedModel, datum: Datum, factors: Sequence[Tensor]) ->
 def stock_logprobs(model: PreTrainedModel, datum: Datum, length: int | None = None) -> Tensor:
     """Compute the log-probabilities of a sequence's targets, from its first `length` tokens alone."""
     tokens = torch.from_numpy(datum.model_input[:length].astype(np.int64)).to(model.device)
-    targets = torch.from_numpy(datum.loss_inputs["target_tokens"][:length]).to(model.device)
+    targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"][:length]).to(model.device)
     logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0].float()
     return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
 

@@ -45,7 +45,7 @@ class ForwardBackwardJob:
         self.batch = Datums(data, loss.required, defaults=loss.defaults, weights=weights)
         self.waiting = self.batch.segments()
         """Segments to compute; empty when the job is done, including because it failed."""
-        self._outputs = [np.zeros(datum.loss_inputs["target_tokens"].shape, np.float32) for datum in data]
+        self._outputs = [np.zeros(datum.loss_fn_inputs["target_tokens"].shape, np.float32) for datum in data]
         self._counted: set[int] = set()
         """Indices of the datums that this rank has computed."""
         self._totals = Totals()
@@ -183,7 +183,7 @@ class Pack:
     """int64, shape [1, T]; restarts at 0 with each segment."""
     counted: Tensor
     """int64, shape [K]: counted positions within the pack."""
-    loss_inputs: dict[str, Tensor]
+    loss_fn_inputs: dict[str, Tensor]
     """shape [K] each, or [K, M] for M targets per position; target_tokens is int64, the rest float32.
 
     Also holds `SEQUENCE_LENGTHS`, int64, one for each segment.
@@ -211,7 +211,7 @@ class Datums:
         self._data = data
         self._defaults = defaults or {}
         self._weights = weights or [1.0] * len(data)
-        optional = (name for name in self._defaults if any(name in datum.loss_inputs for datum in data))
+        optional = (name for name in self._defaults if any(name in datum.loss_fn_inputs for datum in data))
         self._names = (*input_names, *optional)
 
     def segments(self) -> list[list[PackedSegment]]:
@@ -224,7 +224,7 @@ class Datums:
         for index, datum in enumerate(self._data):
             segment = segment_of(index, datum)
             if segment.length:
-                groups.setdefault(datum.loss_inputs["target_tokens"].shape[1:], []).append(segment)
+                groups.setdefault(datum.loss_fn_inputs["target_tokens"].shape[1:], []).append(segment)
         return [sorted(group, key=lambda segment: -segment.length) for group in groups.values()]
 
     def pack(self, segments: Sequence[PackedSegment], device: torch.device) -> Pack:
@@ -254,13 +254,13 @@ class Datums:
         return inputs
 
     def _values(self, segment: PackedSegment, name: str) -> Array:
-        values = self._data[segment.index].loss_inputs.get(name)
+        values = self._data[segment.index].loss_fn_inputs.get(name)
         return _full(segment, self._defaults[name]) if values is None else values[segment.counted]
 
 
 def segment_of(index: int, datum: Datum) -> PackedSegment:
     """Find the counted positions of a datum: those where the mask is not 0, or all without a mask."""
-    mask = datum.loss_inputs.get(MASK)
+    mask = datum.loss_fn_inputs.get(MASK)
     counted = np.arange(len(datum.model_input)) if mask is None else np.flatnonzero(mask)
     return PackedSegment(index, int(counted[-1]) + 1 if len(counted) else 0, counted)
 

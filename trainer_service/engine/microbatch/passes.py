@@ -201,8 +201,8 @@ class PassExecutor:
             return [
                 chosen_logprobs(
                     logits.index_select(0, part.pack.counted + part.start),
-                    part.pack.loss_inputs["target_tokens"],
-                    part.pack.loss_inputs.get(TEMPERATURE),
+                    part.pack.loss_fn_inputs["target_tokens"],
+                    part.pack.loss_fn_inputs.get(TEMPERATURE),
                 )
                 for (part,) in groups
             ]
@@ -217,7 +217,7 @@ class PassExecutor:
 
     def _target_logprobs(self, head: nn.Module, hidden: Tensor, rows: Sequence[_Rows]) -> Tensor:
         counted = hidden.index_select(0, torch.cat([part.pack.counted + part.start for part in rows]))
-        targets = torch.cat([part.pack.loss_inputs["target_tokens"] for part in rows])
+        targets = torch.cat([part.pack.loss_fn_inputs["target_tokens"] for part in rows])
         starts = accumulate((len(part.pack.counted) for part in rows), initial=0)
         spans = [
             _span(part, start, tuple(len(segment.counted) for segment in part.pack.segments))
@@ -252,14 +252,14 @@ def _head_groups(head: nn.Module, rows: Sequence[_Rows]) -> list[list[_Rows]]:
     """Group the rows that the head can compute at once: equal targets per position, all with an adapter or none."""
     groups: dict[tuple[object, ...], list[_Rows]] = {}
     for part in rows:
-        width = part.pack.loss_inputs["target_tokens"].shape[1:]
+        width = part.pack.loss_fn_inputs["target_tokens"].shape[1:]
         groups.setdefault((has_adapter(head, part.job.run_id), width), []).append(part)
     return list(groups.values())
 
 
 def _temperatures(rows: Sequence[_Rows]) -> Tensor | None:
     """Return each position's temperature; None if no job has any."""
-    given = [part.pack.loss_inputs.get(TEMPERATURE) for part in rows]
+    given = [part.pack.loss_fn_inputs.get(TEMPERATURE) for part in rows]
     if all(each is None for each in given):
         return None
     ones = [torch.ones_like(part.pack.weights) for part in rows]
@@ -275,7 +275,7 @@ def _span(part: _Rows, start: int, lengths: Sequence[int]) -> Span:
 def _loss(part: _Rows, logprobs: Tensor) -> TokenLoss:
     """Compute the weighted loss at a pack's counted positions."""
     spec, pack = part.job.spec, part.pack
-    result = LOSSES[spec.loss_fn](logprobs, pack.loss_inputs, spec.loss_fn_config)
+    result = LOSSES[spec.loss_fn](logprobs, pack.loss_fn_inputs, spec.loss_fn_config)
     return replace(result, loss=result.loss * pack.weights)
 
 
@@ -292,7 +292,7 @@ def _totals(token_loss: TokenLoss, pack: Pack) -> Totals:
         positions,
         loss=loss.double().sum().item(),
         sums=sums,
-        with_advantage=int(pack.loss_inputs["advantages"].count_nonzero()) if advantage_sums else 0,
+        with_advantage=int(pack.loss_fn_inputs["advantages"].count_nonzero()) if advantage_sums else 0,
         advantage_sums=advantage_sums,
     )
 

@@ -36,22 +36,22 @@ def test_a_sequence_is_shifted_and_its_loss_is_its_share_of_the_mean():
     assert len(batch.sequences) == 3
     datum = batch.sequences[0].datum
     assert datum.model_input.tolist() == [1, 2, 3, 4]
-    assert datum.loss_inputs["target_tokens"].tolist() == [2, 3, 4, 5]
-    assert datum.loss_inputs["mask"].tolist() == [0, 1, 1, 1]
-    assert datum.loss_inputs["logprobs"].tolist() == [0.0, -0.5, -0.25, -2.0]
-    advantages = [each.datum.loss_inputs["advantages"] for each in batch.sequences]
+    assert datum.loss_fn_inputs["target_tokens"].tolist() == [2, 3, 4, 5]
+    assert datum.loss_fn_inputs["mask"].tolist() == [0, 1, 1, 1]
+    assert datum.loss_fn_inputs["logprobs"].tolist() == [0.0, -0.5, -0.25, -2.0]
+    advantages = [each.datum.loss_fn_inputs["advantages"] for each in batch.sequences]
     # (1 - 0.5) / 0.5, (0 - 0.5) / 0.5, and the score of a group of one; each over 3 tokens and 3 sequences
     wanted = [[0, 1 / 9, 1 / 9, 1 / 9], [0, -1 / 9, -1 / 9, -1 / 9], [0, 3 / 9, 3 / 9, 3 / 9]]
     np.testing.assert_allclose(advantages, wanted, rtol=1e-6)
-    assert "temperature" not in datum.loss_inputs
+    assert "temperature" not in datum.loss_fn_inputs
 
 
 def test_overrides_masks_and_advantages_of_its_own_count():
     zero = make_batch([group(overrides=[{"set_advantage_to_zero": True}, {}])], 64).sequences
-    assert not zero[0].datum.loss_inputs["advantages"].any()
-    assert zero[1].datum.loss_inputs["advantages"].any()
+    assert not zero[0].datum.loss_fn_inputs["advantages"].any()
+    assert zero[1].datum.loss_fn_inputs["advantages"].any()
     own = make_batch([group(advantages=[[0, 0, 1.0, 2.0, 3.0]] * 2)], 64).sequences[0]
-    np.testing.assert_allclose(own.datum.loss_inputs["advantages"], [0, 1 / 6, 2 / 6, 3 / 6], rtol=1e-6)
+    np.testing.assert_allclose(own.datum.loss_fn_inputs["advantages"], [0, 1 / 6, 2 / 6, 3 / 6], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_overrides_masks_and_advantages_of_its_own_count():
     ],
 )
 def test_the_temperature_is_that_of_the_nearest_place(more, temperature):
-    inputs = make_batch([group(**more)], 64).sequences[0].datum.loss_inputs
+    inputs = make_batch([group(**more)], 64).sequences[0].datum.loss_fn_inputs
     assert set(inputs.get("temperature", np.ones(1)).tolist()) == {np.float32(temperature)}
 
 
@@ -111,8 +111,8 @@ def test_a_bad_group_costs_itself_alone_and_is_named(kind):
     if isinstance(bad, dict):
         bad["env_id"] = 7
     alone, batch = make_batch([group()], 64), make_batch([group(), bad], 64)
-    assert [each.datum.loss_inputs["advantages"].tolist() for each in batch.sequences] == [
-        each.datum.loss_inputs["advantages"].tolist() for each in alone.sequences
+    assert [each.datum.loss_fn_inputs["advantages"].tolist() for each in batch.sequences] == [
+        each.datum.loss_fn_inputs["advantages"].tolist() for each in alone.sequences
     ]
     assert (batch.skipped_groups, list(batch.problems.values())) == (1, [1])
     (problem,) = batch.problems

@@ -4,10 +4,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import Datum, codec, errors
+from paceline import Datum, ModelInput, codec, errors
 from paceline.client.batching import MAX_BYTES, MAX_DATUMS, Batch, make_batch, split
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import ForwardBackwardSpec, Reduction
@@ -85,9 +86,9 @@ def test_every_part_carries_the_settings():
 @pytest.mark.parametrize(("reduction", "count"), [(Reduction.TOKEN_MEAN, 2048), (Reduction.SEQUENCE_MEAN, 1025)])
 def test_every_part_is_told_what_the_mean_over_the_whole_batch_divides_by(reduction, count):
     data = [datum_of(2) for _ in range(1026)]
-    data[0].loss_inputs["mask"] = np.array([0, 0], np.uint8)
-    data[1].loss_inputs["mask"] = np.array([0, 1], np.uint8)
-    data[2].loss_inputs["mask"] = np.array([1, 0], np.uint8)
+    data[0].loss_fn_inputs["mask"] = np.array([0, 0], np.uint8)
+    data[1].loss_fn_inputs["mask"] = np.array([0, 1], np.uint8)
+    data[2].loss_fn_inputs["mask"] = np.array([1, 0], np.uint8)
     requests = make_batch(data, ForwardBackwardSpec("cross_entropy", reduction=reduction)).requests
     assert [(part.reduction, part.reduction_count) for part in requests] == [(reduction.value, count)] * 2
 
@@ -108,9 +109,9 @@ def test_an_empty_batch_is_refused():
     ("name", "dtype", "wanted"),
     [
         ("model_input", np.float64, "int32 or int64"),
-        ("loss_inputs[target_tokens]", np.float64, "int32 or int64"),
-        ("loss_inputs[mask]", np.float64, "uint8"),
-        ("loss_inputs[advantages]", np.complex64, "float32"),
+        ("loss_fn_inputs[target_tokens]", np.float64, "int32 or int64"),
+        ("loss_fn_inputs[mask]", np.float64, "uint8"),
+        ("loss_fn_inputs[advantages]", np.complex64, "float32"),
     ],
 )
 def test_a_dtype_that_cannot_be_sent_is_refused_with_the_field_and_what_it_takes(name, dtype, wanted):
@@ -118,7 +119,7 @@ def test_a_dtype_that_cannot_be_sent_is_refused_with_the_field_and_what_it_takes
     if name == "model_input":
         wrong.model_input = np.zeros(3, dtype)
     else:
-        wrong = Datum(wrong.model_input, {name[len("loss_inputs[") : -1]: np.zeros(3, dtype)})
+        wrong = Datum(wrong.model_input, {name[len("loss_fn_inputs[") : -1]: np.zeros(3, dtype)})
     with pytest.raises(errors.InvalidDtype, match=rf"dtype {np.dtype(dtype)} cannot be sent; give {wanted}$") as caught:
         make_batch([datum_of(3), wrong], ForwardBackwardSpec("ppo"))
     assert caught.value.field == f"data[1].{name}"
@@ -137,12 +138,36 @@ def test_outputs_are_put_together_in_order():
     assert merged.metrics == {"loss:sum": 5}
 
 
+def test_a_datum_of_tinkers_is_taken_as_it_is():
+    targets, weights = tinker.TensorData([2, 3], "int64"), tinker.TensorData.from_numpy(np.ones(2, np.float32))
+    inputs = {"target_tokens": targets, "weights": weights}
+    theirs = tinker.Datum(tinker.ModelInput.from_ints([1, 2]), inputs)
+    ours = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1, 1]})
+    spec = ForwardBackwardSpec("cross_entropy")
+    assert make_batch([theirs], spec) == make_batch([ours], spec)
+
+
+def test_a_datum_of_tinkers_with_an_image_is_refused_by_the_name_of_its_field():
+    chunk = tinker.types.ImageAssetPointerChunk(location="picture", format="png", expected_tokens=3)
+    theirs = tinker.Datum(tinker.ModelInput(chunks=[chunk]))
+    with pytest.raises(errors.InvalidArgument) as caught:
+        make_batch([theirs], ForwardBackwardSpec("cross_entropy"))
+    assert caught.value.field == "data[0].model_input"
+
+
+def test_a_failure_of_one_part_names_the_input_as_datum_does():
+    failure = errors.NonFinite("is NaN", field="data[0].loss_inputs[weights]")
+    with pytest.raises(errors.NonFinite) as caught:
+        batch_of([1]).merge([failure])
+    assert caught.value.field == "data[0].loss_fn_inputs[weights]"
+
+
 def test_the_first_failure_is_raised():
     batch = batch_of([1] * 1025)
     failure = errors.NonFinite("is NaN", field="data[0].loss_inputs[weights]")
     with pytest.raises(errors.NonFinite) as caught:
         batch.merge([reply(*[0.0] * 1024), failure])
-    assert caught.value.field == "data[1024].loss_inputs[weights]"
+    assert caught.value.field == "data[1024].loss_fn_inputs[weights]"
 
 
 def test_every_part_asks_to_be_refused_where_the_batch_does():

@@ -23,6 +23,28 @@ def test_a_wait_that_ends_too_early_says_after_how_long_and_that_the_call_goes_o
         future.result(timeout=0)
 
 
+async def test_a_wait_in_an_event_loop_can_end_too_early_too_and_the_call_goes_on():
+    answer = Future()
+    future = PacelineFuture(answer)
+    with pytest.raises(TimeoutError, match=r"^no answer within 0 s; the call goes on$"):
+        await future.result_async(timeout=0)
+    assert not answer.cancelled()
+    waiting = asyncio.create_task(future.result_async())
+    await asyncio.sleep(0)
+    answer.set_result(7)
+    assert await waiting == await future.result_async(timeout=0) == 7
+
+
+async def test_a_task_that_is_cancelled_cancels_the_call_that_it_waits_for():
+    answer = Future()
+    waiting = asyncio.create_task(PacelineFuture(answer).result_async(timeout=600))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert answer.cancelled()
+
+
 def test_an_attribute_of_the_answer_is_told_to_wait_for_the_answer():
     future = PacelineFuture(Future())
     with pytest.raises(AttributeError, match=r"'sequences'; call \.result\(\) or await it for the answer$"):

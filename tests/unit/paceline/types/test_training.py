@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import errors
-from paceline.types import Datum, ForwardBackwardOutput, Reduction, TopkLogprobs
+from paceline.types import Datum, ForwardBackwardOutput, ModelInput, Reduction, TopkLogprobs
 
 
 def datum(mask=None, length=4):
@@ -41,10 +41,10 @@ def test_inputs_of_a_completion_get_the_dtype_that_the_server_takes():
         "sequence_ratio_mask": np.array([0, 0, 1, 0], np.uint8),
         "clip_low_threshold": np.array([0, 0, 0.9, 0.9], np.float32),
     }
-    assert made.loss_inputs.keys() == expected.keys()
+    assert made.loss_fn_inputs.keys() == expected.keys()
     for name, values in expected.items():
-        assert made.loss_inputs[name].dtype == values.dtype
-        np.testing.assert_array_equal(made.loss_inputs[name], values)
+        assert made.loss_fn_inputs[name].dtype == values.dtype
+        np.testing.assert_array_equal(made.loss_fn_inputs[name], values)
 
 
 def test_tensors_of_torch_become_what_the_server_takes():
@@ -65,15 +65,25 @@ def test_an_array_of_bools_is_a_mask():
     masks = {"mask": [True, False], "sequence_ratio_mask": [False, True]}
     arrays = {name: np.array(mask) for name, mask in masks.items()}
     assert Datum([1, 2], arrays) == Datum([1, 2], masks)
-    assert Datum([1, 2], arrays).loss_inputs["mask"].dtype == np.uint8
+    assert Datum([1, 2], arrays).loss_fn_inputs["mask"].dtype == np.uint8
+
+
+def test_an_input_of_tokens_is_taken_where_token_ids_are():
+    given = ModelInput.from_ints(np.array([5, 6, 7]))
+    assert given.to_ints() == [5, 6, 7]
+    assert given.length == 3
+    assert Datum(given) == Datum([5, 6, 7])
+    assert Datum.from_completion(given, ModelInput.from_ints([8])) == Datum.from_completion([5, 6, 7], [8])
+    with pytest.raises(errors.InvalidDtype, match="fractions"):
+        ModelInput.from_ints([1.5])
 
 
 def test_other_arrays_keep_their_dtype_and_are_not_copied():
     tokens, rewards, weights = np.array([1, 2], np.int64), np.array([3, 4]), np.ones(2, np.float32)
     made = Datum(tokens, {"target_tokens": tokens, "rewards": rewards, "weights": weights})
-    assert made.model_input is made.loss_inputs["target_tokens"] is tokens
-    assert made.loss_inputs["rewards"] is rewards
-    assert made.loss_inputs["weights"] is weights
+    assert made.model_input is made.loss_fn_inputs["target_tokens"] is tokens
+    assert made.loss_fn_inputs["rewards"] is rewards
+    assert made.loss_fn_inputs["weights"] is weights
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,7 @@ def test_other_arrays_keep_their_dtype_and_are_not_copied():
         (lambda: Datum([0.5]), errors.InvalidDtype, "model_input"),
         (lambda: Datum([[1], [2, 3]]), errors.InvalidShape, "model_input"),
         (lambda: Datum([2**40]), errors.OutOfRange, "model_input"),
-        (lambda: Datum([1], {"mask": [0.5]}), errors.InvalidDtype, "loss_inputs[mask]"),
+        (lambda: Datum([1], {"mask": [0.5]}), errors.InvalidDtype, "loss_fn_inputs[mask]"),
         (lambda: Datum.from_completion("a", [1]), errors.InvalidDtype, "prompt"),
         (lambda: Datum.from_completion([1], "a"), errors.InvalidDtype, "completion"),
         (lambda: Datum.from_completion([1], np.array([0.5])), errors.InvalidDtype, "completion"),
@@ -95,7 +105,7 @@ def test_other_arrays_keep_their_dtype_and_are_not_copied():
         (lambda: Datum.from_completion([1], [2, 3], advantages=[1.0]), errors.InvalidShape, "advantages"),
         (lambda: Datum.from_completion([1], [2], weight=2.0, advantages=1.0), errors.InvalidArgument, "weight"),
         (lambda: Datum.from_completion([1], [2], target_tokens=[3]), errors.InvalidArgument, "target_tokens"),
-        (lambda: Datum([1], [1]), errors.InvalidArgument, "loss_inputs"),
+        (lambda: Datum([1], [1]), errors.InvalidArgument, "loss_fn_inputs"),
     ],
 )
 def test_what_is_no_datum_is_refused_by_the_name_of_its_field(make, error, field):
@@ -137,7 +147,7 @@ def test_a_completion_takes_arrays_of_other_dtypes_whose_numbers_fit():
 def test_a_misspelt_input_is_told_the_right_name_and_one_of_a_loss_of_ones_own_is_taken():
     with pytest.raises(errors.UnknownField, match="did you mean advantages"):
         Datum.from_completion([1], [2], advantage=1.0)
-    assert Datum.from_completion([1], [2], reward=1.0).loss_inputs["reward"].tolist() == [1.0]
+    assert Datum.from_completion([1], [2], reward=1.0).loss_fn_inputs["reward"].tolist() == [1.0]
 
 
 @pytest.mark.parametrize("values", [None, [None], [2**70, None]])
@@ -175,7 +185,7 @@ def test_values_with_arrays_are_compared_by_what_they_hold():
     assert make() != make(advantages=(1.0, 2.0))
     assert make() != make(tokens=(1, 3))
     assert make() != Datum([1, 2])
-    assert make() != Datum(np.array([1, 2], np.int64), make().loss_inputs)
+    assert make() != Datum(np.array([1, 2], np.int64), make().loss_fn_inputs)
     assert make() != "a datum"
     assert [make()] == [make()]
     outputs = [ForwardBackwardOutput([{"logprobs": np.array([value])}], {"loss:sum": 1.0}) for value in (1.0, 1.0, 2.0)]

@@ -50,7 +50,7 @@ def assert_equal_gradients(mine, theirs, rtol=1e-4):
 def weighted_losses(data, outputs):
     """Return cross entropy at each counted position of each datum, in float64."""
     return [
-        (-output["logprobs"].astype(np.float64) * datum.loss_inputs["weights"])[datum.loss_inputs["mask"] == 1]
+        (-output["logprobs"].astype(np.float64) * datum.loss_fn_inputs["weights"])[datum.loss_fn_inputs["mask"] == 1]
         for datum, output in zip(data, outputs, strict=True)
     ]
 
@@ -68,7 +68,7 @@ def test_token_mean_divides_loss_and_gradient_by_the_counted_positions(engine):
 
 def test_sequence_mean_weighs_every_datum_the_same_and_leaves_empty_ones_out(engine):
     data = make_data(LENGTHS)
-    data[1].loss_inputs["mask"][:] = 0
+    data[1].loss_fn_inputs["mask"][:] = 0
     mean, mean_gradient = passed(engine, data, reduction=Reduction.SEQUENCE_MEAN)
     counted = [data[index] for index in (0, 2, 3)]
     losses, sums = [], []
@@ -114,8 +114,8 @@ def several_targets(targets, length=11, seed=4):
 
 
 def one_target(datum, column):
-    inputs = {name: datum.loss_inputs[name][:, column].copy() for name in ("target_tokens", "weights")}
-    return Datum(datum.model_input, {**datum.loss_inputs, **inputs})
+    inputs = {name: datum.loss_fn_inputs[name][:, column].copy() for name in ("target_tokens", "weights")}
+    return Datum(datum.model_input, {**datum.loss_fn_inputs, **inputs})
 
 
 def test_several_targets_are_those_of_as_many_datums_with_one(make_engine):
@@ -150,15 +150,15 @@ def test_the_sequence_ratio_of_gspo_is_that_of_each_datum_however_they_are_packe
     engine = make_engine(pack_tokens=budget)
     data = make_data(LENGTHS)
     for datum in data[1:]:
-        datum.loss_inputs["sequence_ratio_mask"] = (np.arange(len(datum.model_input)) % 2).astype(np.uint8)
+        datum.loss_fn_inputs["sequence_ratio_mask"] = (np.arange(len(datum.model_input)) % 2).astype(np.uint8)
     wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
     output, _ = passed(engine, data, "gspo", wide)
     loss = 0.0
     for datum, result in zip(data, output.loss_fn_outputs, strict=True):
-        counted = datum.loss_inputs["mask"] == 1
-        chosen = counted & (datum.loss_inputs.get("sequence_ratio_mask", counted) != 0)
-        ratio = np.exp((result["logprobs"].astype(np.float64) - datum.loss_inputs["logprobs"])[chosen].mean())
-        loss -= ratio * datum.loss_inputs["advantages"][counted].sum()
+        counted = datum.loss_fn_inputs["mask"] == 1
+        chosen = counted & (datum.loss_fn_inputs.get("sequence_ratio_mask", counted) != 0)
+        ratio = np.exp((result["logprobs"].astype(np.float64) - datum.loss_fn_inputs["logprobs"])[chosen].mean())
+        loss -= ratio * datum.loss_fn_inputs["advantages"][counted].sum()
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
     assert "sequence_ratio:mean" in output.metrics
 
@@ -167,7 +167,7 @@ def test_thresholds_of_a_position_hold_beside_the_settings_of_the_others(engine)
     data = make_data(LENGTHS)
     none, _ = passed(engine, data, "ppo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9})
     assert none.metrics["clip_fraction:mean"] == 0
-    inputs = data[3].loss_inputs
+    inputs = data[3].loss_fn_inputs
     inputs["advantages"][:] = 1
     inputs["clip_high_threshold"] = np.zeros(LENGTHS[3], np.float32)
     some, _ = passed(engine, data, "ppo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9})
@@ -182,9 +182,9 @@ def test_the_sum_is_the_default(engine):
 
 def test_the_temperature_of_a_datum_divides_its_logits_alone(engine):
     plain = make_data(LENGTHS)
-    warm = [Datum(datum.model_input, dict(datum.loss_inputs)) for datum in plain]
-    warm[1].loss_inputs["temperature"] = np.full(LENGTHS[1], 0.5, np.float32)
-    warm[2].loss_inputs["temperature"] = np.ones(LENGTHS[2], np.float32)
+    warm = [Datum(datum.model_input, dict(datum.loss_fn_inputs)) for datum in plain]
+    warm[1].loss_fn_inputs["temperature"] = np.full(LENGTHS[1], 0.5, np.float32)
+    warm[2].loss_fn_inputs["temperature"] = np.ones(LENGTHS[2], np.float32)
     before, _ = passed(engine, plain)
     after, gradient = passed(engine, warm)
     for index, (one, other) in enumerate(zip(before.loss_fn_outputs, after.loss_fn_outputs, strict=True)):

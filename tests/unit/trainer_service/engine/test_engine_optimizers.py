@@ -79,7 +79,7 @@ def test_a_gradient_is_discarded_that_a_step_would_refuse(make_engine):
     engine = make_engine()
     steps(engine, PARAMS["apollo"], [0])
     data = make_data((5,))
-    data[0].loss_inputs["weights"][-1] = np.inf
+    data[0].loss_fn_inputs["weights"][-1] = np.inf
     train(engine, data=data)
     assert engine.discard_gradient("run") > 0
     with pytest.raises(NoGradient):

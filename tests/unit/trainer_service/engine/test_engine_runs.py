@@ -72,7 +72,7 @@ def test_a_fresh_adapter_changes_nothing_and_b_is_zero(engine, models):
     output = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
     stock = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
     logits = stock(input_ids=torch.from_numpy(data[0].model_input.astype(np.int64))[None]).logits[0]
-    targets = torch.from_numpy(data[0].loss_inputs["target_tokens"])
+    targets = torch.from_numpy(data[0].loss_fn_inputs["target_tokens"])
     expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].detach().numpy()
     np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"], expected, rtol=1e-4, atol=1e-4)
 

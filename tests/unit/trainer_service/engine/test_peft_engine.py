@@ -95,13 +95,13 @@ def test_masked_positions_have_no_logprob_no_loss_and_no_logits(engine):
     handle = head.register_forward_hook(lambda _module, args, _output: rows.append(len(args[0])))
     output = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
     handle.remove()
-    counted = sum(int(datum.loss_inputs["mask"].sum()) for datum in data)
+    counted = sum(int(datum.loss_fn_inputs["mask"].sum()) for datum in data)
     assert sum(rows) == counted == output.metrics["tokens:sum"]
     for datum, result in zip(data, output.loss_fn_outputs, strict=True):
-        np.testing.assert_array_equal(result["logprobs"] != 0, datum.loss_inputs["mask"] == 1)
+        np.testing.assert_array_equal(result["logprobs"] != 0, datum.loss_fn_inputs["mask"] == 1)
         assert result["logprobs"].dtype == np.float32
     loss = -sum(
-        (r["logprobs"] * d.loss_inputs["weights"]).sum() for d, r in zip(data, output.loss_fn_outputs, strict=True)
+        (r["logprobs"] * d.loss_fn_inputs["weights"]).sum() for d, r in zip(data, output.loss_fn_outputs, strict=True)
     )
     assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
 
@@ -109,7 +109,7 @@ def test_masked_positions_have_no_logprob_no_loss_and_no_logits(engine):
 def test_without_a_mask_tokens_of_zero_advantage_count_and_have_logprobs(engine):
     data = make_data((6, 4), masked=False)
     for datum in data:
-        datum.loss_inputs["advantages"][:] = 0
+        datum.loss_fn_inputs["advantages"][:] = 0
     output = train(engine, loss="dro", data=data)
     assert output.metrics["tokens:sum"] == 10
     assert all(np.isfinite(result["logprobs"]).all() for result in output.loss_fn_outputs)
@@ -119,7 +119,7 @@ def test_without_a_mask_tokens_of_zero_advantage_count_and_have_logprobs(engine)
 def test_a_batch_with_nothing_counted_gives_a_zero_gradient(engine):
     data = make_data((4, 3))
     for datum in data:
-        datum.loss_inputs["mask"][:] = 0
+        datum.loss_fn_inputs["mask"][:] = 0
     output = train(engine, data=data, loss="ppo")
     assert {name for name, value in output.metrics.items() if value} == set()
     assert output.metrics.keys() == {"loss:sum", "tokens:sum", "nonfinite:sum", "nonfinite_gradient:sum"}
@@ -132,7 +132,7 @@ def test_ratio_metrics_are_token_means(make_engine):
     data = make_data()
     output = engine.forward_backward("run", data, ForwardBackwardSpec("ppo", forward_only=True))
     ratios = [
-        np.exp(r["logprobs"] - d.loss_inputs["logprobs"])[d.loss_inputs["mask"] == 1]
+        np.exp(r["logprobs"] - d.loss_fn_inputs["logprobs"])[d.loss_fn_inputs["mask"] == 1]
         for d, r in zip(data, output.loss_fn_outputs, strict=True)
     ]
     assert output.metrics["ratio:mean"] == pytest.approx(np.mean(np.concatenate(ratios)), rel=1e-4)
@@ -147,8 +147,8 @@ def test_placeholders_without_a_mask_are_in_no_mean_and_no_gradient(engine, loss
     warmed(engine)
     for placeholder in (-1.0, 0.0, -1e30, 1e30):
         for datum in data:
-            datum.loss_inputs["advantages"][:4] = 0
-            datum.loss_inputs["logprobs"][:4] = placeholder
+            datum.loss_fn_inputs["advantages"][:4] = 0
+            datum.loss_fn_inputs["logprobs"][:4] = placeholder
         output = train(engine, loss=loss, data=data)
         assert output.metrics["nonfinite_gradient:sum"] == 0
         assert output.metrics["advantage_tokens:sum"] == 7
@@ -218,7 +218,7 @@ def test_adamw_honours_every_setting(engine):
 
 def test_a_gradient_whose_norm_is_too_large_is_named_as_that(engine):
     data = make_data((5,))
-    data[0].loss_inputs["weights"][-1] = 1e30
+    data[0].loss_fn_inputs["weights"][-1] = 1e30
     assert train(engine, data=data).metrics["nonfinite_gradient:sum"] == 0
     with pytest.raises(NonFiniteGradient, match="or its norm is NaN or infinite"):
         engine.optim_step("run", ADAM)
@@ -251,4 +251,4 @@ def test_running_out_of_memory_leaves_no_partial_gradient(make_engine):
     torch.testing.assert_close(gradients(engine), before, rtol=0, atol=0)
     assert torch.equal(engine.runs["run"].rng_state, rng_state)
     tokens = engine.optim_step("run", ADAM).tokens
-    assert tokens == sum(int(datum.loss_inputs["mask"].sum()) for datum in make_data())
+    assert tokens == sum(int(datum.loss_fn_inputs["mask"].sum()) for datum in make_data())

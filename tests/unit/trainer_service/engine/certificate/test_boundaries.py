@@ -86,9 +86,9 @@ def stock_loss(model, data):
     total = 0.0
     for datum in data:
         logits = model(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None], use_cache=False).logits[0]
-        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].numpy()
-        total -= float((logprobs * datum.loss_inputs["weights"] * datum.loss_inputs["mask"]).sum())
+        total -= float((logprobs * datum.loss_fn_inputs["weights"] * datum.loss_fn_inputs["mask"]).sum())
     return total
 
 

@@ -118,9 +118,9 @@ def stock_gradients(directory, modules, state, data):
     total = 0.0
     for datum in data:
         logits = model(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None], use_cache=False).logits[0]
-        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        loss = -(logprobs * torch.from_numpy(datum.loss_inputs["weights"] * datum.loss_inputs["mask"])).sum()
+        loss = -(logprobs * torch.from_numpy(datum.loss_fn_inputs["weights"] * datum.loss_fn_inputs["mask"])).sum()
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad for name, parameter in trained.items()}
@@ -177,8 +177,8 @@ def test_full_parameter_runs_go_one_sequence_a_pass_too(make_engine, odd_models,
     model = AutoModelForCausalLM.from_pretrained(odd_models[name], attn_implementation="eager").eval()
     for datum in data:
         logits = model(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None], use_cache=False).logits[0]
-        lp = logits.log_softmax(-1).gather(1, torch.from_numpy(datum.loss_inputs["target_tokens"])[:, None])[:, 0]
-        (-(lp * torch.from_numpy(datum.loss_inputs["weights"] * datum.loss_inputs["mask"])).sum()).backward()
+        lp = logits.log_softmax(-1).gather(1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"])[:, None])[:, 0]
+        (-(lp * torch.from_numpy(datum.loss_fn_inputs["weights"] * datum.loss_fn_inputs["mask"])).sum()).backward()
     expected = dict(model.named_parameters())
     for key, gradient in gradients(engine).items():
         wanted = expected[key].grad if expected[key].grad is not None else torch.zeros_like(gradient)

@@ -62,7 +62,7 @@ def test_positions_restart_and_tokens_stay_together():
     assert pack.segment_lengths == (3, 2)
     assert pack.input_ids.tolist() == [[10, 11, 12, 50, 51]]
     assert pack.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert pack.loss_inputs["target_tokens"].tolist() == [11, 12, 13, 51, 52]
+    assert pack.loss_fn_inputs["target_tokens"].tolist() == [11, 12, 13, 51, 52]
 
 
 def test_without_a_mask_every_position_counts_also_where_the_advantage_is_zero():
@@ -73,8 +73,8 @@ def test_only_positions_with_mask_one_count_and_what_follows_the_last_is_not_rea
     (pack,) = packs_of([datum(6, mask=[0, 1, 0, 1, 0, 0])], 16)
     assert pack.counted.tolist() == [1, 3]
     assert pack.segment_lengths == (4,)
-    assert pack.loss_inputs["target_tokens"].tolist() == [2, 4]
-    assert pack.loss_inputs["advantages"].dtype == torch.float32
+    assert pack.loss_fn_inputs["target_tokens"].tolist() == [2, 4]
+    assert pack.loss_fn_inputs["advantages"].dtype == torch.float32
 
 
 def test_a_datum_without_counted_positions_is_in_no_pack():
@@ -87,7 +87,7 @@ def test_results_are_put_back_in_request_order(budget):
     data = [datum(3, start=0), datum(5, start=100, mask=[0, 1, 1, 0, 1]), datum(2, start=200)]
     outputs = [np.zeros(len(d.model_input), np.float32) for d in data]
     for pack in packs_of(data, budget):
-        scatter_logprobs(outputs, pack, pack.loss_inputs["target_tokens"].numpy().astype(np.float32))
+        scatter_logprobs(outputs, pack, pack.loss_fn_inputs["target_tokens"].numpy().astype(np.float32))
     np.testing.assert_array_equal(outputs[0], [1, 2, 3])
     np.testing.assert_array_equal(outputs[1], [0, 102, 103, 0, 105])
     np.testing.assert_array_equal(outputs[2], [201, 202])

@@ -50,7 +50,7 @@ def batch_of(name, step):
     data = make_data(lengths, seed=100 * place + step)
     if RUNS[name][1] == "gspo":
         for datum in data:  # Keeps ratios near 1, as GSPO's thresholds need.
-            datum.loss_inputs["advantages"] *= 0.1
+            datum.loss_fn_inputs["advantages"] *= 0.1
     return data
 
 
@@ -165,7 +165,7 @@ def test_several_targets_per_position_share_a_pass_with_one(make_engine):
     several = make_data((30, 20), masked=False)
     for datum in several:
         for name in ("target_tokens", "weights"):
-            datum.loss_inputs[name] = np.stack([datum.loss_inputs[name]] * 3, axis=1)
+            datum.loss_fn_inputs[name] = np.stack([datum.loss_fn_inputs[name]] * 3, axis=1)
     jobs = [
         engine.begin(name, data, ForwardBackwardSpec("cross_entropy"))
         for name, data in [("plain", several), ("head", make_data()), ("wide", make_data())]
@@ -222,7 +222,7 @@ def test_a_run_that_fails_fails_by_itself_and_its_neighbours_are_unharmed(make_e
 def test_a_gradient_that_is_not_finite_stays_in_its_own_run(make_engine):
     engine, alone = make_engine(["plain", "wide"]), make_engine(["wide"])
     data = batch_of("plain", 0)
-    data[0].loss_inputs["weights"][:] = np.nan
+    data[0].loss_fn_inputs["weights"][:] = np.nan
     engine.begin("plain", data, ForwardBackwardSpec("cross_entropy"))
     for each in (engine, alone):
         begin(each, "wide", 0)

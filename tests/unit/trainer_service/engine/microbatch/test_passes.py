@@ -42,7 +42,7 @@ def make_engine(request, model):
 
 def with_nan():
     data = make_data((5, 7), masked=False)
-    data[1].loss_inputs["weights"][2:4] = np.nan
+    data[1].loss_fn_inputs["weights"][2:4] = np.nan
     return data
 
 

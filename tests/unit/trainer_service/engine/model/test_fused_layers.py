@@ -56,7 +56,7 @@ def test_bfloat16_gradients_point_where_float32_ones_do(tmp_path, model, loss):
         data = make_data((200, 90, 150, 17, 120))
         own = engine.forward_backward("run", data, ForwardBackwardSpec("cross_entropy", forward_only=True))
         for datum, output in zip(data, own.loss_fn_outputs, strict=True):
-            datum.loss_inputs["logprobs"] = output["logprobs"]
+            datum.loss_fn_inputs["logprobs"] = output["logprobs"]
         train(engine, loss=loss, data=data)
         results.append(gradients(engine).values())
     assert cosine(*results) >= 0.999

@@ -119,7 +119,7 @@ def test_a_step_changes_what_was_asked_for_and_peft_loads_it(directories, kind, 
     }
     with torch.no_grad():
         logits = adapted(input_ids=torch.from_numpy(data[0].model_input.astype(np.int64))[None]).logits[0]
-    targets = torch.from_numpy(data[0].loss_inputs["target_tokens"])
+    targets = torch.from_numpy(data[0].loss_fn_inputs["target_tokens"])
     logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].numpy()
     np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"], logprobs, rtol=1e-4, atol=1e-4)
 

@@ -79,9 +79,9 @@ def stock_gradients(directory, data):
     total = torch.zeros((), dtype=torch.float64)
     for datum in data:
         tokens = torch.from_numpy(datum.model_input.astype(np.int64))
-        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
         lp = model(input_ids=tokens[None]).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        total = total - (lp * torch.from_numpy(datum.loss_inputs["weights"] * datum.loss_inputs["mask"])).sum()
+        total = total - (lp * torch.from_numpy(datum.loss_fn_inputs["weights"] * datum.loss_fn_inputs["mask"])).sum()
     total.backward()
     return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 

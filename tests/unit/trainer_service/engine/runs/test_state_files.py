@@ -165,7 +165,7 @@ def test_published_adapter_gives_the_same_logprobs_in_peft(make_engine, new_dire
     results = forward_backward(engine, 8, forward_only=True).loss_fn_outputs
     for datum, result in zip(make_data(8), results, strict=True):
         tokens = torch.from_numpy(datum.model_input.astype(np.int64))[None]
-        targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
         expected = stock(input_ids=tokens).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
         np.testing.assert_allclose(result["logprobs"], expected.detach().numpy(), rtol=1e-4, atol=1e-4)
 
@@ -230,7 +230,7 @@ def test_an_adapter_made_by_peft_loads(make_engine, new_directory, model, start,
     assert engine.load_state("run", directory, with_optimizer=False).step == 0
     datum, result = make_data(8)[1], forward_backward(engine, 8, forward_only=True).loss_fn_outputs[1]
     logits = made(input_ids=torch.from_numpy(datum.model_input.astype(np.int64))[None]).logits[0]
-    targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
+    targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
     expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0].detach().numpy()
     np.testing.assert_allclose(result["logprobs"], expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(CheckpointMismatch):
