@@ -29,8 +29,8 @@ _MAX_CONVERSATION_BYTES, _MAX_CONVERSATIONS = 256 << 10, 4096
 """Limits of one RenderConversations; a longer conversation gets a call of its own."""
 
 _DATUM_FIELD = re.compile(r"data\[(\d+)\]")
-_WIRE_NAME, _NAME = ".loss_inputs[", ".loss_fn_inputs["
-"""What the contract and Datum call the inputs of the loss."""
+_LOSS_INPUTS = re.compile(r"\.loss_inputs\b")
+"""What the contract calls `Datum.loss_fn_inputs`."""
 _CONVERSATION_FIELD = re.compile(r"^conversations\[(\d+)\]")
 
 RenderCall = Callable[[pb.RenderConversationsRequest], Awaitable[pb.RenderConversationsResponse]]
@@ -67,7 +67,7 @@ class Batch:
 
     def _located(self, error: BaseException, part: int) -> BaseException:
         if isinstance(error, errors.PacelineError):
-            error.field = error.field.replace(_WIRE_NAME, _NAME)
+            _name_as_datum_does(error)
         if len(self.sizes) > 1 and isinstance(error, errors.PacelineError):
             start = sum(self.sizes[:part])
             error.field = _DATUM_FIELD.sub(lambda place: f"data[{int(place[1]) + start}]", error.field)
@@ -78,6 +78,10 @@ class Batch:
                 "The gradient of the parts that succeeded stays in the run until the next optim_step."
             )
         return error
+
+
+def _name_as_datum_does(error: errors.PacelineError) -> None:
+    error.field = _LOSS_INPUTS.sub(".loss_fn_inputs", error.field)
 
 
 def _may_have_executed(error: BaseException) -> bool:
@@ -97,7 +101,11 @@ def make_batch(data: Sequence[Datum], spec: ForwardBackwardSpec) -> Batch:
     for part in split([_size(datum) for datum in data]):
         request = pb.ForwardBackwardRequest()
         request.CopyFrom(template)
-        request.data.extend(codec.datum_to_proto(data[index], f"data[{index}]") for index in part)
+        try:
+            request.data.extend(codec.datum_to_proto(data[index], f"data[{index}]") for index in part)
+        except errors.PacelineError as error:
+            _name_as_datum_does(error)
+            raise
         batch.requests.append(request)
         batch.sizes.append(len(part))
     return batch

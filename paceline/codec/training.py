@@ -106,7 +106,7 @@ def token_ids_from_proto(tensor: tensor_pb2.Tensor, field: str) -> Array:
 def datum_to_proto(datum: Datum, field: str = "data") -> datum_pb2.Datum:
     """Encode a datum; `field` is its place in the request, for errors."""
     inputs = {
-        name: tensor_to_proto(values, f"{field}.loss_fn_inputs[{name}]", _dtypes(name))
+        name: tensor_to_proto(values, f"{field}.loss_inputs[{name}]", _dtypes(name))
         for name, values in datum.loss_fn_inputs.items()
     }
     model_input = tensor_to_proto(datum.model_input, f"{field}.model_input", INTEGERS)

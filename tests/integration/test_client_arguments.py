@@ -70,7 +70,7 @@ async def test_weights_whose_name_cannot_be_sent_are_refused_when_the_client_is_
     assert caught.value.field == "model_path"
     with pytest.raises(errors.InvalidPath) as caught:
         training.create_sampling_client(f"paceline://{RUN}/sampler/a{ending}")
-    assert caught.value.field == "path"
+    assert caught.value.field == "model_path"
     with pytest.raises(errors.RunNotFound) as caught:
         client.create_sampling_client(run_id=RUN + ending)
     assert caught.value.field == "run_id"
