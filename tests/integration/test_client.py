@@ -414,11 +414,11 @@ async def test_every_call_on_a_connection_whose_gateway_has_gone_says_so_with_th
         await server.stop()
         calls = (
             training.get_info_async,
-            client.create_sampling_client().compute_logprobs_async,
-            training.forward_backward_async,
+            client.create_sampling_client().compute_logprobs,
+            training.forward_backward,
             training.save_weights_and_get_sampling_client_async,
         )
-        arguments = {"compute_logprobs_async": ([1, 2],), "forward_backward_async": (make_data(),)}
+        arguments = {"compute_logprobs": ([1, 2],), "forward_backward": (make_data(),)}
         for call in calls:
             with pytest.raises(errors.UpstreamUnavailable) as caught:
                 await call(*arguments.get(call.__name__, ()))
