@@ -132,7 +132,7 @@ def test_a_watch_goes_on_through_a_restart_and_ends_with_the_run(cluster, servic
 
 
 async def test_a_watch_is_left_and_closed_in_an_event_loop(service, training):
-    await training.log_async({"reward": 1.0})
+    await training.log({"reward": 1.0})
     async with service.watch_metrics(training.run_id) as watch:
         async for row in watch:
             assert dict(row.values) == {"reward": 1.0}
