@@ -202,7 +202,8 @@ class VersionWatcher:
     async def _prepare(self, offer: Offer) -> None:
         """Load a staged version before it is announced, so that then only its checksum must be awaited.
 
-        With 8 streams on a CPU a version is active 2.7 times as early (97 instead of 259 ms; docs/performance.md).
+        With 8 streams on a CPU a version is active 2.7 times as early (97 instead of 259 ms;
+        bench/results/publishing.md).
         """
         try:
             with tracing.span("prepare version", **_named(offer.key, self._sampler_id)):

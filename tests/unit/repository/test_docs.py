@@ -19,7 +19,8 @@ from sampler_service.settings import SamplerSettings
 from trainer_service.engine_link.loss_specs import LOSS_SPECS
 from trainer_service.settings import TrainerSettings
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+FOLDERS = ("docs", "deploy", "bench")
+PAGES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 SERVICES = {"Trainer": TrainerSettings, "Sampler": SamplerSettings, "Gateway": GatewaySettings}
 COMMON = "Every service"
