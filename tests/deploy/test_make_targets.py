@@ -1,4 +1,4 @@
-"""What `make` itself does: `make up` ends without a complaint, and `make proto` is silent if nothing changed."""
+"""What `make` does: `up` ends without a complaint, an unchanged `proto` is silent, `clean` names what stays."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ print("up", flush=True)
 signal.sigwait({signal.SIGINT})
 time.sleep(1.0)
 """
+CREATED = (".venv", "wheels", "paceline/trainer/v1", "gateway/__pycache__")
+KEPT = ("deploy/secrets/keys", "results", "cache/paceline/models")
+
+
+def outside_make() -> dict[str, str]:
+    """Return the environment without what makes make take itself for a part of `make test`, and name its directory."""
+    return {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
 
 
 def test_ctrl_c_ends_make_up_without_a_complaint(tmp_path: Path) -> None:
@@ -29,11 +36,9 @@ def test_ctrl_c_ends_make_up_without_a_complaint(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     command = ["make", "--old-file=proto", "up", f"RUN={tmp_path}"]
     pipe = subprocess.PIPE
-    # Under `make test`, make would take itself for a part of that one, and announce its directory.
-    own = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
     # A terminal sends SIGINT to the whole foreground group, and to nothing else.
     with subprocess.Popen(
-        command, cwd=ROOT, env=own, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        command, cwd=ROOT, env=outside_make(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
     ) as make:
         assert make.stdout is not None
         assert make.stdout.readline() == "up\n"
@@ -80,3 +85,31 @@ def test_stubs_of_another_generator_are_not_current(
     version = gen_protos.version
     monkeypatch.setattr(gen_protos, "version", lambda name: "0" if name == package else version(name))
     assert not gen_protos.is_current(generated)
+
+
+def clean(directory: Path) -> str:
+    environment = outside_make() | {"XDG_CACHE_HOME": str(directory / "cache")}
+    done = subprocess.run(
+        ["make", "clean"], cwd=directory, env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
+    return done.stdout
+
+
+def test_cleaning_leaves_secrets_results_and_the_cached_model_and_names_them(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "scripts" / "clean.sh", tmp_path / "scripts")
+    for name in (*CREATED, *KEPT):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").touch()
+    said = clean(tmp_path)
+    assert [name for name in CREATED if (tmp_path / name).exists()] == []
+    assert [name for name in KEPT if not (tmp_path / name / "file").exists()] == []
+    assert [line.partition(" (")[0] for line in said.splitlines()] == [
+        "left: deploy/secrets",
+        "left: results",
+        f"left: {tmp_path}/cache/paceline",
+    ]
+    for name in ("deploy/secrets", "results", "cache"):
+        shutil.rmtree(tmp_path / name)
+    assert clean(tmp_path) == ""
