@@ -25,6 +25,7 @@ from paceline.layout import CONFIG_FILE, MANIFEST_FILE, CheckpointPath
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from paceline.types import Checkpoint, CheckpointKind, Datum, Run
 from paceline.types.metrics import Metrics, RolloutRow
+from paceline.types.reprs import Listing
 from paceline.types.training import is_iterable
 from paceline.weights.manifest import Sums, is_model, read_manifest, read_sums, weights_file
 
@@ -78,7 +79,7 @@ class Catalog(Connected):
 
     async def list_runs_async(self) -> list[Run]:
         """List all runs, newest first."""
-        runs: list[Run] = []
+        runs: Listing[Run] = Listing()
         request = pb.ListRunsRequest(page_size=_PAGE_SIZE)
         while True:
             page = await self.transport.query(self.transport.trainer.ListRuns, request)
@@ -147,7 +148,7 @@ class Catalog(Connected):
 
     async def list_checkpoints_async(self, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
         """List checkpoints, newest first, of one run or all runs, of one kind or both. Errors: RunNotFound."""
-        checkpoints: list[Checkpoint] = []
+        checkpoints: Listing[Checkpoint] = Listing()
         if not isinstance(kind, CheckpointKind | None):
             raise errors.InvalidArgument.of_type(kind, "CheckpointKind.STATE or CheckpointKind.SAMPLER", "kind")
         request = codec.make(pb.ListCheckpointsRequest, run_id=run_id, page_size=_PAGE_SIZE)

@@ -42,8 +42,8 @@ class Acknowledgement:
     """Part of `milliseconds`: the engine loaded the version and no request advanced."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class PublishResult(ShortRepr):
     """A newly published version."""
 
     model: ServedModel

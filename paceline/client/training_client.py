@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, SupportsFloat
 
 from paceline import codec, errors
 from paceline.client.batching import make_batch
-from paceline.client.choices import chosen
+from paceline.client.choices import chosen, text_of
 from paceline.client.commands import CommandSender, command
 from paceline.client.connection import checked_seconds
 from paceline.client.futures import PacelineFuture
@@ -264,9 +264,8 @@ class TrainingClient(Connected):
 
     def create_sampling_client(self, model_path: str | Checkpoint) -> SamplingClient:
         """Return a client that samples from a sampler checkpoint. Makes no call itself. Errors: InvalidPath."""
-        return SamplingClient(
-            self.transport, ModelRef(checkpoint=str(CheckpointPath.parse(path_of(model_path), "model_path")))
-        )
+        path = CheckpointPath.parse(text_of(path_of(model_path), "model_path"), "model_path")
+        return SamplingClient(self.transport, ModelRef(checkpoint=str(path)))
 
     def log(self, values: Mapping[str, SupportsFloat], step: int | None = None) -> PacelineFuture[int]:
         """Add a row of values to the run's metrics; the answer is its number.

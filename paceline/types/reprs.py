@@ -1,9 +1,13 @@
-"""Short reprs of answers that hold long lists and arrays."""
+"""How answers show themselves: in one short line, and as tables in notebooks."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from enum import Enum
+from html import escape
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,14 +19,56 @@ _LONGEST = 100
 """How many characters of a text are shown."""
 
 
+T = TypeVar("T")
+
+
 class ShortRepr:
-    """Base of dataclasses declared with `repr=False`, whose repr shows the start of what is long, and its length."""
+    """Base of dataclasses declared with `repr=False`, whose repr shows the start of what is long, and its length.
+
+    Notebooks show a table of the fields instead.
+    """
 
     __slots__ = ()
 
     def __repr__(self) -> str:
         shown = [f"{field.name}={_short(getattr(self, field.name))}" for field in fields(self)]  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        rows = [(field.name, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+        return _html((type(self).__name__, ""), rows)
+
+
+class Listing(list[T]):
+    """A list of answers, which notebooks show as a table with a row for each."""
+
+    def _repr_html_(self) -> str:
+        first = self[0] if self else None
+        if first is None or not is_dataclass(first):
+            return escape(repr(self))
+        names = [field.name for field in fields(first)]
+        return _html(names, [[getattr(each, name) for name in names] for each in self])
+
+
+def _html(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return an HTML table."""
+    lines = [f"<tr>{''.join(f'<td>{escape(_cell(value))}</td>' for value in row)}</tr>" for row in rows]
+    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case Enum():
+            return value.name
+        case None:
+            return ""
+        case str() if len(value) <= _LONGEST:
+            return value
+        case datetime():
+            return value.isoformat(sep=" ", timespec="seconds")
+        case _:
+            return _short(value)
 
 
 def _short(value: Any) -> str:

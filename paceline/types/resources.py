@@ -66,8 +66,8 @@ class Run(ShortRepr):
     """When a command of it arrived last, or a client attached; up to a minute earlier after a kill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+@dataclass(frozen=True, slots=True, repr=False)
+class Checkpoint(ShortRepr):
     """A durable, named copy of a run's weights or state."""
 
     path: str

@@ -311,8 +311,8 @@ class ForwardBackwardOutput(ComparedByValue, ShortRepr):
     """Keys have the form name:reduction; always includes `loss:sum` and `tokens:sum`."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimStepOutput:
+@dataclass(frozen=True, slots=True, repr=False)
+class OptimStepOutput(ShortRepr):
     """The result of an optimizer step."""
 
     step: int

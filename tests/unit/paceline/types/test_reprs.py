@@ -1,6 +1,8 @@
 """The reprs of answers: short also where the answers are long, and the same for short ones as of any dataclass."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from paceline import (
     ServedModel,
     StopReason,
 )
+from paceline.types.reprs import Listing
 
 MODULES = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(210))
 LOGPROBS = np.full(4096, -1.5, np.float32)
@@ -48,6 +51,40 @@ def test_a_long_answer_is_shown_in_short(answer, told):
 def test_a_short_answer_is_shown_whole():
     shown = repr(run(("a", "b")))
     assert shown.startswith("Run(run_id='run-1', base_model='tiny', parameters=FullParameters(")
-    assert "adapted_modules=('a', 'b'), damage=(), executed_seq_id=0, gradient_tokens=0)" in shown
+    assert "adapted_modules=('a', 'b'), damage=(), executed_seq_id=0, gradient_tokens=0, " in shown
     sequence = SampledSequence(np.array([1, 2]), np.array([-1.0, -2.0]), StopReason.STOP)
     assert repr(sequence).startswith("SampledSequence(tokens=[1, 2], logprobs=[-1., -2.], stop_reason=<StopReason.STOP")
+
+
+class Cells(HTMLParser):
+    """The texts of a table's cells, by row."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "tr":
+            self.rows.append([])
+        if tag in {"td", "th"}:
+            self.rows[-1].append("")
+
+    def handle_data(self, data):
+        self.rows[-1][-1] += data
+
+
+def test_a_notebook_shows_an_answer_as_a_table_of_its_fields():
+    rows = dict(Cells(run(MODULES)._repr_html_()).rows)
+    assert rows["state"] == "READY"
+    assert rows["create_time"] == "2026-01-01 00:00:00+00:00"
+    assert rows["adapted_modules"].endswith("... 210 in all)")
+
+
+def test_a_notebook_shows_a_list_as_a_table_with_a_row_for_each():
+    head, first, second = Cells(Listing([run(()), replace(run(()), user_metadata={"name": "<b>"})])._repr_html_()).rows
+    assert dict(zip(head, first, strict=True))["run_id"] == "run-1"
+    assert dict(zip(head, second, strict=True))["user_metadata"] == "{'name': '<b>'}"
+    assert Listing([1]) == [1]
+    assert Listing()._repr_html_() == "[]"
