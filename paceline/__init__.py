@@ -73,6 +73,7 @@ from paceline.types import (
     VersionSpan,
     WeightStorage,
 )
+from paceline.types.explained import explain
 
 __version__ = "0.1.0"
 
@@ -130,3 +131,9 @@ __all__ = [
     "__version__",
     "errors",
 ]
+
+explain(globals()[name] for name in __all__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -507,3 +507,17 @@ class Unsupported(PacelineError, reason="UNIMPLEMENTED"):
     """The method does not exist, or not for this kind of run or model."""
 
     code = Code.UNIMPLEMENTED
+
+
+def _listing() -> str:
+    """Return one line for each class: its reason, and what has happened."""
+    classes = [each for each in globals().values() if isinstance(each, type) and issubclass(each, PacelineError)]
+    lines = (
+        f"    {cls.__name__}: {(cls.__doc__ or '').splitlines()[0]}" for cls in classes if cls is not PacelineError
+    )
+    return "\n".join(("", "Classes:", *lines))
+
+
+# `help(paceline.errors)` shows in full what all classes share, and names each of them.
+__doc__ = f"{__doc__}{_listing()}"
+__all__ = ["Fate", "NotServableWarning", "PacelineError"]

@@ -91,7 +91,10 @@ class Catalog(Connected):
     list_runs = blocking(list_runs_async)
 
     async def get_run_async(self, run_id: str) -> Run:
-        """Return a run. Errors: RunNotFound."""
+        """Return a run. Errors: RunNotFound.
+
+        run_id: id of the run, as in `Run.run_id`.
+        """
         reply = await self.transport.query(self.transport.trainer.GetRun, codec.make(pb.GetRunRequest, run_id=run_id))
         return codec.run_from_proto(reply.run)
 
@@ -103,6 +106,8 @@ class Catalog(Connected):
         """Set and remove entries of a run's user_metadata, and return the run; the entry `name` names it.
 
         Errors: RunNotFound, OutOfRange, InvalidArgument (an entry is both set and removed), DiskFull.
+
+        run_id: id of the run, as in `Run.run_id`.
         """
         request = codec.make(pb.UpdateRunRequest, run_id=run_id, set=dict(entries or {}), remove=list(remove))
         reply = await self.transport.query(self.transport.trainer.UpdateRun, request)
@@ -114,6 +119,8 @@ class Catalog(Connected):
         """Delete a run and its versions, and with `delete_checkpoints` its checkpoints.
 
         Waits for the run's command in progress. Errors: RunNotFound.
+
+        run_id: id of the run, as in `Run.run_id`.
         """
         request = codec.make(pb.DeleteRunRequest, run_id=run_id, delete_checkpoints=delete_checkpoints)
         call = self.transport.call(self.transport.trainer.DeleteRun, request, "training")
@@ -128,6 +135,8 @@ class Catalog(Connected):
 
         With `names` only these values, and only rows that have one. `at_most_points` thins the rows evenly to at most
         so many, the first and the last among them; for a curve, name its value too. Errors: RunNotFound, OutOfRange.
+
+        run_id: id of the run, as in `Run.run_id`.
         """
         return await self.transport.submit(read_metrics(self.transport, run_id, names, at_most_points))
 
@@ -137,17 +146,26 @@ class Catalog(Connected):
         """Return an iterator over a run's rows after a number: those that are there, then each as it is written.
 
         Makes no call itself. Errors: RunNotFound, OutOfRange.
+
+        run_id: id of the run, as in `Run.run_id`.
         """
         return MetricsStream(self.transport, run_id, after)
 
     async def rollouts_async(self, run_id: str, step: int | None = None, *, limit: int = 100) -> list[RolloutRow]:
-        """Return the newest rollouts of a run, newest first, of one step or of all. Errors: RunNotFound, OutOfRange."""
+        """Return the newest rollouts of a run, newest first, of one step or of all. Errors: RunNotFound, OutOfRange.
+
+        run_id: id of the run, as in `Run.run_id`.
+        limit: how many to return at most.
+        """
         return await self.transport.submit(read_rollouts(self.transport, run_id, step, limit))
 
     rollouts = blocking(rollouts_async)
 
     async def list_checkpoints_async(self, run_id: str = "", kind: CheckpointKind | None = None) -> list[Checkpoint]:
-        """List checkpoints, newest first, of one run or all runs, of one kind or both. Errors: RunNotFound."""
+        """List checkpoints, newest first, of one run or all runs, of one kind or both. Errors: RunNotFound.
+
+        run_id: id of a run; empty is all runs.
+        """
         checkpoints: Listing[Checkpoint] = Listing()
         if not isinstance(kind, CheckpointKind | None):
             raise errors.InvalidArgument.of_type(kind, "CheckpointKind.STATE or CheckpointKind.SAMPLER", "kind")
@@ -167,6 +185,8 @@ class Catalog(Connected):
         """Delete a checkpoint.
 
         Errors: InvalidPath, CheckpointNotFound (also if a first attempt deleted it but its answer was lost).
+
+        path: path of the checkpoint, paceline://<run_id>/<kind>/<name>, or the Checkpoint itself.
         """
         request = codec.make(pb.DeleteCheckpointRequest, path=path_of(path))
         await self.transport.query(self.transport.trainer.DeleteCheckpoint, request)
@@ -181,6 +201,11 @@ class Catalog(Connected):
         The run has the adapter's rank and scaling; `load_state` of it then loads the weights. Errors: RunNotFound,
         InvalidName, CheckpointExists, CheckpointMismatch (also a directory that is no adapter), ChecksumMismatch,
         InvalidArgument, NonFinite, DiskFull, QuotaExceeded.
+
+        run_id: id of the run, as in `Run.run_id`.
+        name: name of the checkpoint, the last part of its path.
+        ttl_seconds: seconds after which it is deleted; None means never.
+        overwrite: replace a checkpoint of this name.
         """
         _check_directory(directory)
         header = codec.make(pb.UploadHeader, run_id=run_id, name=name, ttl_seconds=ttl_seconds, overwrite=overwrite)
@@ -208,6 +233,8 @@ class Catalog(Connected):
         """Set a checkpoint to expire `ttl_seconds` from now; None means never.
 
         Errors: InvalidPath, CheckpointNotFound, OutOfRange.
+
+        path: path of the checkpoint, paceline://<run_id>/<kind>/<name>, or the Checkpoint itself.
         """
         request = codec.make(pb.SetCheckpointTtlRequest, path=path_of(path), ttl_seconds=ttl_seconds)
         reply = await self.transport.query(self.transport.trainer.SetCheckpointTtl, request)

@@ -30,10 +30,13 @@ class Acknowledgement:
     """Confirmation that a version is active at a sampler."""
 
     run_id: str
+    """Run of the version."""
     version: int
+    """Number of the version."""
     blake3: str
     """BLAKE3-256 of the version, lower-case hex."""
     sampler_id: str
+    """The sampler's own name."""
     milliseconds: float
     """From the announcement's arrival to the version being active."""
     step_wait_milliseconds: float = 0.0
@@ -47,6 +50,7 @@ class PublishResult(ShortRepr):
     """A newly published version."""
 
     model: ServedModel
+    """The version, as samplers name it."""
     acknowledgements: tuple[Acknowledgement, ...]
     """Acknowledgements received by the time the call was answered."""
     stage_milliseconds: float
@@ -70,8 +74,11 @@ class SupportedModel:
     """A base model, and whether it can be trained and sampled."""
 
     model: ModelInfo
+    """The model."""
     trainable: bool
+    """Whether runs can train it."""
     sampleable: bool
+    """Whether a sampler serves it."""
 
     @property
     def model_name(self) -> str:
@@ -84,10 +91,15 @@ class ServerCapabilities:
     """The models, losses and optimizers that a deployment offers."""
 
     service_version: str
+    """Version of the gateway."""
     supported_models: tuple[SupportedModel, ...]
+    """Base models."""
     loss_fns: tuple[str, ...]
+    """Names of losses, for `loss_fn`."""
     optimizers: tuple[str, ...]
+    """Names of optimizers; docs/optimizers.md has their classes."""
     max_message_bytes: int
+    """Largest message in bytes. Batches are split to fit it."""
     unused_samplers: tuple[str, ...] = ()
     """Samplers that get no calls because their base model is not the trainer's, or that refuse all requests: a
     sentence each."""

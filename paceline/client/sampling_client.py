@@ -91,6 +91,13 @@ class SamplingClient(Connected):
         per connection. `include_prompt_logprobs` adds the prompt's log-probabilities (at temperature 1) to the answer;
         `topk_*` > 0 adds the k most likely tokens at each position. A retried call draws new samples unless a seed is
         set.
+
+        prompt: P token ids: a list, an array or a ModelInput.
+        num_samples: number of completions.
+        sampling_params: how tokens are chosen; None is SamplingParams().
+        include_prompt_logprobs: add the log-probability of each token of the prompt.
+        topk_prompt_logprobs, topk_sample_logprobs: how many of the likeliest tokens to add at each position of the
+            prompt and of the completions; 0 is none.
         """
         request = codec.make(
             pb.SampleRequest,
@@ -111,6 +118,8 @@ class SamplingClient(Connected):
         """Sample completions and stream their tokens: `for delta in ...` or `async for delta in ...`.
 
         Completions are interleaved; `delta.index` identifies them. No retries after the first tokens arrive.
+
+        prompt, num_samples, sampling_params: as in `sample`.
         """
         request = codec.make(
             pb.SampleStreamRequest,
@@ -122,7 +131,10 @@ class SamplingClient(Connected):
         return SampleStream(self.transport, request, self._metadata)
 
     def compute_logprobs(self, prompt: Tokens) -> PacelineFuture[LogprobsResult]:
-        """Compute the log-probability of each of N >= 2 tokens given the tokens before it, at temperature 1."""
+        """Compute the log-probability of each of N >= 2 tokens given the tokens before it, at temperature 1.
+
+        prompt: N token ids.
+        """
         request = pb.ComputeLogprobsRequest(model=self._wire_model, tokens=_encode_tokens(prompt, "prompt"))
         return self.transport.submit(self._compute_logprobs(request))
 

@@ -69,6 +69,8 @@ class ServiceClient(Catalog):
     tls_ca: PEM file of the authorities that issued the gateway's certificate, or "system" for the machine's own; by
         default $PACELINE_TLS_CA. Unset means plaintext: the key is then readable on the network. Never empty.
     tls_cert, tls_key: PEM files of a client certificate, if the gateway requires one.
+    timeouts: seconds that calls may take, by kind; None is Timeouts().
+    retry: for how long calls are repeated that a service could not take; None is RetryPolicy().
     max_in_flight: how many calls may be in flight at the same time, 1 or more; further calls wait.
     """
 
@@ -132,6 +134,11 @@ class ServiceClient(Catalog):
         lists the adapted modules. Warns with NotServableWarning if samplers watch and none of them can serve such a
         run, which could be saved, but not published. Errors: ModelNotFound, RankTooLarge, OutOfRange, InvalidArgument
         (a group that the model can only partly adapt), TooManyRuns.
+
+        base_model: name of the base model; empty is the served one.
+        rank, alpha, dropout, seed, train_attn, train_mlp, train_unembed, layers, use_rslora, target_modules: those of
+            LoraConfig.
+        user_metadata: texts by name that are stored with the run.
         """
         lora = LoraConfig(
             rank,
@@ -162,6 +169,10 @@ class ServiceClient(Catalog):
         Its versions are whole models: `publish_weights` sends them to samplers that serve whole models
         (docs/memory.md). A sampler can also be started with a checkpoint from `save_weights_for_sampler` as its model.
         Errors: ModelNotFound, OutOfMemory, TooManyRuns.
+
+        base_model: name of the base model; empty is the served one.
+        storage, seed: those of FullParameters.
+        user_metadata: texts by name that are stored with the run.
         """
         if not isinstance(storage, WeightStorage):
             raise errors.InvalidArgument.of_type(storage, "WeightStorage.FLOAT32 or WeightStorage.BFLOAT16", "storage")
@@ -173,13 +184,18 @@ class ServiceClient(Catalog):
         """Create a run with a checkpoint's configuration and weights, and a fresh optimizer.
 
         The checkpoint's run may have been deleted. Errors: InvalidPath, CheckpointNotFound, ModelNotFound.
+
+        path: path of the checkpoint, paceline://<run_id>/<kind>/<name>, or the Checkpoint itself.
         """
         return await self._from_state(path_of(path), with_optimizer=False)
 
     create_training_client_from_state = blocking(create_training_client_from_state_async)
 
     async def create_training_client_from_state_with_optimizer_async(self, path: str | Checkpoint) -> TrainingClient:
-        """Like `create_training_client_from_state`, but also restore optimizer, step, RNG and pending gradient."""
+        """Like `create_training_client_from_state`, but also restore optimizer, step, RNG and pending gradient.
+
+        path: path of the checkpoint, paceline://<run_id>/<kind>/<name>, or the Checkpoint itself.
+        """
         return await self._from_state(path_of(path), with_optimizer=True)
 
     create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
@@ -197,6 +213,8 @@ class ServiceClient(Catalog):
 
         Errors: RunNotFound, InvalidArgument, ClientSuperseded if another client attaches meanwhile, and TimedOut if
         they have not ended within `Timeouts.training`; the run is attached to all the same.
+
+        run_id: id of the run, as in `Run.run_id`.
         """
         chosen(outstanding, _OUTSTANDING, "outstanding")
         reply = await self.transport.submit(self._attach(run_id, outstanding))
@@ -239,6 +257,10 @@ class ServiceClient(Catalog):
 
         `version` None means the newest at each call. Makes no call itself. Errors: InvalidArgument if more than one is
         named, InvalidPath, RunNotFound for what no run id looks like.
+
+        model_path: path of a sampler checkpoint, or the Checkpoint itself.
+        run_id: id of the run, as in `Run.run_id`.
+        base_model: name of the base model; empty is the served one.
         """
         model_path = text_of(path_of(model_path), "model_path")
         run_id, base_model = text_of(run_id, "run_id"), text_of(base_model, "base_model")
@@ -255,7 +277,7 @@ class ServiceClient(Catalog):
         return client
 
     async def close_async(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - as in `close`
-        """Like `close`, without blocking the event loop."""
+        """Like `close`, without blocking the event loop; `timeout` in seconds."""
         await self.transport.close_async(None if timeout is None else checked_seconds(timeout, "timeout"))
 
     def close(self, timeout: float | None = None) -> None:

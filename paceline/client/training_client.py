@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.client.custom_loss import LossFn
 
 WaitFor = Literal["all", "any", "none"]
+LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "grpo"]
 ReductionName = Literal["sum", "token_mean", "sequence_mean"]
 
 _ACK_POLICIES: dict[str, pb.AckPolicy.ValueType] = {
@@ -99,11 +100,15 @@ class TrainingClient(Connected):
     def forward(
         self,
         data: Sequence[Datum],
-        loss_fn: str = "cross_entropy",
+        loss_fn: LossName = "cross_entropy",
         loss_fn_config: Mapping[str, float] | None = None,
         reduction: ReductionName = "sum",
     ) -> PacelineFuture[ForwardBackwardOutput]:
-        """Compute a loss and log-probabilities without a gradient. Arguments and errors as in `forward_backward`."""
+        """Compute a loss and log-probabilities without a gradient. Arguments and errors as in `forward_backward`.
+
+        data: list of Datum.
+        loss_fn, loss_fn_config, reduction: as in `forward_backward`.
+        """
         return self._pass(data, _spec(loss_fn, loss_fn_config, reduction, forward_only=True))
 
     @command
@@ -111,7 +116,7 @@ class TrainingClient(Connected):
     def forward_backward(
         self,
         data: Sequence[Datum],
-        loss_fn: str = "cross_entropy",
+        loss_fn: LossName = "cross_entropy",
         loss_fn_config: Mapping[str, float] | None = None,
         reduction: ReductionName = "sum",
         *,
@@ -130,6 +135,10 @@ class TrainingClient(Connected):
         raised and the gradient of the other parts stays in the run. Errors: EmptyBatch, UnknownLoss, UnknownField,
         MissingField, InvalidArgument, InvalidDtype, InvalidShape, TokenOutOfRange, NonFinite, PositiveLogprob,
         OutOfRange, SequenceTooLong, NonFiniteLoss, OutOfMemory.
+
+        loss_fn: name of a loss: cross_entropy, importance_sampling, ppo, cispo, dro, gspo or grpo; docs/losses.md has
+            the formulas and inputs.
+        loss_fn_config: settings of the loss by name.
         """
         spec = _spec(loss_fn, loss_fn_config, reduction, refuse_non_finite=refuse_non_finite)
         return self._pass(data, spec)
@@ -169,6 +178,8 @@ class TrainingClient(Connected):
 
         A run keeps the optimizer of its first step. Errors: OutOfRange, NoGradient, NonFiniteGradient,
         OptimizerChanged, OutOfMemory, PrecedingRefused, InvalidArgument.
+
+        optim_params: settings of an optimizer, such as AdamParams(learning_rate=1e-4).
         """
         request = codec.optimizer_to_proto(AdamParams() if optim_params is None else optim_params)
         passes = [] if only_if_succeeded is None else passes_of(only_if_succeeded, self._sender.order)
@@ -196,6 +207,10 @@ class TrainingClient(Connected):
 
         The checkpoint expires after `ttl_seconds`; None means never. Errors: InvalidName, CheckpointExists, OutOfRange,
         DiskFull.
+
+        name: name of the checkpoint, the last part of its path.
+        ttl_seconds: seconds after which it is deleted; None means never.
+        overwrite: replace a checkpoint of this name.
         """
         return self._save(name, CheckpointKind.STATE, ttl_seconds, overwrite=overwrite)
 
@@ -206,6 +221,10 @@ class TrainingClient(Connected):
         """Save the weights durably, for sampling and for other tools. Arguments as in `save_state`.
 
         The checkpoint has PEFT's layout, or is a whole Hugging Face model for a full-parameter run.
+
+        name: name of the checkpoint, the last part of its path.
+        ttl_seconds: seconds after which it is deleted; None means never.
+        overwrite: replace a checkpoint of this name.
         """
         return self._save(name, CheckpointKind.SAMPLER, ttl_seconds, overwrite=overwrite)
 
@@ -214,6 +233,8 @@ class TrainingClient(Connected):
         """Load a checkpoint's weights, with a fresh optimizer. Later commands are sent once it is answered.
 
         Errors: InvalidPath, CheckpointNotFound, CheckpointMismatch, ChecksumMismatch.
+
+        path: path of the checkpoint, paceline://<run_id>/<kind>/<name>, or the Checkpoint itself.
         """
         return self._load(path, with_optimizer=False)
 
@@ -222,6 +243,8 @@ class TrainingClient(Connected):
         """Like `load_state` from a state checkpoint, but also restore optimizer, step, RNG and pending gradient.
 
         Restores a run after RunStateLost; `error.metadata["checkpoint"]` is the path of the newest state checkpoint.
+
+        path: path of the checkpoint, paceline://<run_id>/<kind>/<name>, or the Checkpoint itself.
         """
         return self._load(path, with_optimizer=True)
 
@@ -263,7 +286,10 @@ class TrainingClient(Connected):
     save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
     def create_sampling_client(self, model_path: str | Checkpoint) -> SamplingClient:
-        """Return a client that samples from a sampler checkpoint. Makes no call itself. Errors: InvalidPath."""
+        """Return a client that samples from a sampler checkpoint. Makes no call itself. Errors: InvalidPath.
+
+        model_path: path of a sampler checkpoint, or the Checkpoint itself.
+        """
         path = CheckpointPath.parse(text_of(path_of(model_path), "model_path"), "model_path")
         return SamplingClient(self.transport, ModelRef(checkpoint=str(path)))
 
@@ -287,7 +313,10 @@ class TrainingClient(Connected):
         return self._log.put_rollouts(rollouts, step)
 
     async def metrics_async(self, names: Sequence[str] = (), *, at_most_points: int | None = None) -> Metrics:
-        """Return what was measured of the run, as `ServiceClient.metrics` does. Errors: RunNotFound, OutOfRange."""
+        """Return what was measured of the run, as `ServiceClient.metrics` does. Errors: RunNotFound, OutOfRange.
+
+        names, at_most_points: as there.
+        """
         return await self.transport.submit(read_metrics(self.transport, self.run_id, names, at_most_points))
 
     metrics = blocking(metrics_async)

@@ -293,6 +293,9 @@ class Connected:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
+    def __dir__(self) -> list[str]:
+        return sorted(name for name in super().__dir__() if not name.startswith("_") and name != "transport")
+
 
 C = TypeVar("C", bound=Connected)
 

@@ -34,7 +34,9 @@ class MetricsRow(ShortRepr):
     time: datetime
     """When it was written, in UTC."""
     values: Mapping[str, float]
+    """Values by name."""
     source: RowSource
+    """Who measured them."""
 
 
 class Metrics(Mapping[str, Array]):
@@ -92,8 +94,11 @@ class Rollout(ShortRepr):
     """A prompt, what was sampled after it, and how good that was. All its text has at most 65,536 bytes."""
 
     prompt: str = ""
+    """Text of the prompt."""
     completion: str = ""
+    """Text of the completion."""
     reward: float | None = None
+    """Its reward."""
     extras: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Anything else by name, as text."""
 
@@ -124,3 +129,4 @@ class RolloutRow(ShortRepr):
     time: datetime
     """When it was logged, in UTC."""
     rollout: Rollout
+    """What was logged."""

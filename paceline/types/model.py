@@ -37,10 +37,13 @@ class ServedModel:
     """The weights that produced an answer."""
 
     base_model: str
+    """Name of the base model."""
     run_id: str = ""
+    """Run of the version; empty for the base model and checkpoints."""
     version: int = 0
     """Version number; 0 for the base model and for checkpoints."""
     checkpoint: str = ""
+    """Path of the checkpoint; empty otherwise."""
     blake3: str = ""
     """BLAKE3-256 of the weights' safetensors file, lower-case hex; empty for the base model."""
 
@@ -71,6 +74,7 @@ class ModelCertificate:
     """The startup check of the trainer's engine: random tokens, computed as for runs and by stock transformers."""
 
     packing: PackingMode
+    """How sequences are computed together."""
     attention: str
     """Name of the attention implementation: paceline_packed, or one of transformers' own."""
     reason: str = ""
@@ -84,9 +88,11 @@ class ModelCertificate:
     gradient_difference: float
     """Norm of the difference between gradients, divided by the norm of the gradient."""
     gradient_bound: float
+    """Largest difference that is allowed for gradients."""
     seconds: float
     """Duration of the check."""
     groups: tuple[AdapterGroup, ...] = ()
+    """What can have an adapter, and what cannot."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,13 +100,17 @@ class ModelInfo(ShortRepr):
     """A base model as a service describes it."""
 
     name: str
+    """Name, as `base_model` takes it."""
     max_context_length: int
     """Longest sequence in tokens."""
     vocab_size: int
+    """Number of token ids."""
     dtype: str
     """dtype of the base weights: float32, bfloat16 or float16."""
     max_lora_rank: int
+    """Largest rank of an adapter."""
     num_layers: int
+    """Number of layers."""
     certificate: ModelCertificate | None = None
     """Result of the trainer's startup check; None from samplers."""
     weights_sha256: str = ""

@@ -24,10 +24,15 @@ class AdamParams:
     """Settings of AdamW for one step (arXiv 1711.05101). The defaults are those of Tinker's API."""
 
     learning_rate: float = 1e-4
+    """Step size."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-12
+    """Added to the denominator."""
     weight_decay: float = 0.0
+    """Decoupled weight decay: each step multiplies weights by 1 - learning_rate * weight_decay."""
     grad_clip_norm: float = 0.0
     """Scale the gradient down to this norm; 0 is off."""
 
@@ -50,6 +55,7 @@ class AdafactorParams:
     """Settings of Adafactor for one step (arXiv 1804.04235, algorithms 4 and 5), without momentum."""
 
     learning_rate: float = 1e-3
+    """Step size."""
     decay_exponent: float = 0.8
     """Step t keeps 1 - t^-decay_exponent of the second moment."""
     eps1: float = 1e-30
@@ -63,6 +69,7 @@ class AdafactorParams:
     relative_step: bool = False
     """Use min(learning_rate, 1 / sqrt(step)) as the learning rate; the paper sets learning_rate to 1e-2."""
     weight_decay: float = 0.0
+    """Decoupled weight decay: each step multiplies weights by 1 - learning_rate * weight_decay."""
     grad_clip_norm: float = 0.0
     """Scale the gradient down to this norm; 0 is off."""
 
@@ -73,10 +80,15 @@ class ApolloParams:
     """Settings of APOLLO for one step (arXiv 2412.05270), with a learning rate per channel."""
 
     learning_rate: float = 1e-3
+    """Step size."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.999
+    """Decay of the second moment."""
     eps: float = 1e-6
+    """Added to the denominator."""
     weight_decay: float = 0.0
+    """Decoupled weight decay: each step multiplies weights by 1 - learning_rate * weight_decay."""
     grad_clip_norm: float = 0.0
     """Scale the gradient down to this norm; 0 is off."""
     rank: int = 256
@@ -97,10 +109,15 @@ class ApolloMiniParams:
     """Settings of APOLLO-Mini for one step (arXiv 2412.05270), with rank 1 and a learning rate per matrix."""
 
     learning_rate: float = 1e-3
+    """Step size."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.999
+    """Decay of the second moment."""
     eps: float = 1e-6
+    """Added to the denominator."""
     weight_decay: float = 0.0
+    """Decoupled weight decay: each step multiplies weights by 1 - learning_rate * weight_decay."""
     grad_clip_norm: float = 0.0
     """Scale the gradient down to this norm; 0 is off."""
     scale: float = 128.0

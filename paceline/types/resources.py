@@ -37,7 +37,9 @@ class Run(ShortRepr):
     """A training run."""
 
     run_id: str
+    """Its id, made by the service: run- and 32 hex digits."""
     base_model: str
+    """Name of the base model."""
     parameters: RunParameters
     """The parameters that the run trains."""
     step: int
@@ -47,11 +49,15 @@ class Run(ShortRepr):
     latest_version: int
     """Newest published version; 0 if none."""
     state: RunState
+    """Whether it can execute commands."""
     latest_state_checkpoint: str
     """Path; empty if none."""
     create_time: datetime
+    """When it was made."""
     trainable_parameters: int
+    """Number of weights that it trains."""
     user_metadata: dict[str, str] = field(default_factory=dict)
+    """What its client said of it, such as its name."""
     adapted_modules: tuple[str, ...] = ()
     """Full names of the modules that have an adapter; empty for a full-parameter run."""
     damage: tuple[str, ...] = ()
@@ -73,15 +79,21 @@ class Checkpoint(ShortRepr):
     path: str
     """paceline://<run_id>/<kind>/<name>."""
     run_id: str
+    """Run that it was made from."""
     kind: CheckpointKind
+    """What it holds."""
     name: str
+    """Last part of its path."""
     step: int
+    """Optimizer steps that the run had taken."""
     size_bytes: int
+    """Bytes of its files."""
     sha256: str
     """SHA-256 of the weights' safetensors file, as `sha256sum` prints it."""
     blake3: str
     """BLAKE3-256 of the same file, as in the `ServedModel` of what is sampled from it."""
     create_time: datetime
+    """When it was made."""
     expire_time: datetime | None = None
     """When it is deleted automatically; None means never."""
     damage: str = ""
@@ -95,5 +107,6 @@ class Quota:
     name: str
     """Such as runs or volume_bytes; docs/operations.md lists them."""
     used: int
+    """How much of it the tenant uses."""
     limit: int
     """0 means no limit."""

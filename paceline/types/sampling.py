@@ -48,9 +48,11 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Choose among the likeliest tokens with this probability in all, above 0 and at most 1."""
     top_k: int = 0
     """0 is off."""
     min_p: float = 0.0
+    """Choose among tokens at least this likely, relative to the likeliest; 0 is off."""
     seed: int | None = None
     """The same seed gives the same samples. None means that the server draws one from the operating system."""
     stop: Sequence[str] = ()
@@ -61,7 +63,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     """Token ids that end a sequence; they stay in it."""
     ignore_eos: bool = False
+    """Continue past an end-of-sequence token."""
     min_tokens: int = 0
+    """Least number of tokens before an end-of-sequence or stop token."""
     json_schema: str = ""
     """JSON Schema as text, such as `json.dumps(Model.model_json_schema())`, to which completions conform.
 
@@ -138,7 +142,9 @@ class SampledSequence(ComparedByValue, ShortRepr):
     logprobs: Array
     """float32, shape [T], under the distribution that was sampled from."""
     stop_reason: StopReason
+    """Why it ended."""
     topk_logprobs: TopkLogprobs | None = None
+    """The most likely tokens at each of the T positions, if asked for."""
     version_spans: Sequence[VersionSpan] = ()
     """The version that computed each token; set if weights are written in place (bridge `shared`)."""
 
@@ -148,12 +154,15 @@ class SampleResult(ComparedByValue, ShortRepr):
     """The completions of one prompt of P tokens."""
 
     sequences: list[SampledSequence]
+    """The completions, as many as were asked for."""
     model: ServedModel
     """The weights that produced every token; if they are written in place, those at the start."""
     prompt_logprobs: Array | None = None
     """float32, shape [P], NaN at position 0."""
     topk_prompt_logprobs: TopkLogprobs | None = None
+    """The most likely tokens at each of the P positions, if asked for; none at position 0."""
     prompt_cache_hit_tokens: int = 0
+    """Tokens of the prompt that were taken from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +172,12 @@ class StreamedTokens:
     index: int
     """Sample index of the completion."""
     tokens: list[int]
+    """New token ids."""
     logprobs: list[float]
+    """Their log-probabilities, under the distribution that was sampled from."""
     stop_reason: StopReason | None = None
     """Set on the completion's last message."""
     model: ServedModel = field(default_factory=lambda: ServedModel(""))
+    """The weights that produced them."""
     version_spans: Sequence[VersionSpan] = ()
     """Set on the completion's last message, for all its tokens, if weights are written in place."""

@@ -84,7 +84,7 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Tokens) -> ModelInput:
-        """Return the input of these token ids, [N]. Errors: InvalidDtype, InvalidShape, OutOfRange."""
+        """Return the input of `tokens`, N token ids. Errors: InvalidDtype, InvalidShape, OutOfRange."""
         dtype = np.dtype(np.int32)
         return cls(tuple(_cast(as_tokens(tokens, dtype, "tokens"), dtype, "tokens").tolist()))
 
@@ -289,6 +289,7 @@ class FullParameters:
     """Train all parameters of the base model, on the run's own copy."""
 
     storage: WeightStorage = WeightStorage.FLOAT32
+    """How the run keeps its weights between steps."""
     seed: int = 0
     """Seed of the run's random numbers: the stochastic rounding of `BFLOAT16`."""
 
