@@ -85,11 +85,18 @@ ACCESS: Mapping[str, Access] = MappingProxyType(
 """Maps /package.Service/Method to its access. A method that is not listed is refused: a new one stays closed."""
 
 
+_CHECK_SECONDS = 2.0
+"""How often a call in progress is checked for whether its credential would still be admitted."""
+
+
 class Authenticator(Protocol):
     """Identifies callers by their token."""
 
     def identify(self, token: str) -> Identity | None:
-        """Return the identity of a token's holder, or None if unknown. The token is empty if the caller sent none."""
+        """Return the identity of a token's holder, or None if unknown. The token is empty if the caller sent none.
+
+        Raises ApiKeyExpired.
+        """
         ...
 
     def still_admits(self, identity: Identity) -> bool:
@@ -223,9 +230,9 @@ class FairQueue:
 
 
 class AdmissionInterceptor(AroundInterceptor):
-    """Admits a call when a place is free and sets its identity.
+    """Admits a call when a place is free and sets its identity; ends it when its credential holds no longer.
 
-    Raises InvalidApiKey, MethodNotAllowed, Overloaded.
+    Raises InvalidApiKey, ApiKeyExpired, MethodNotAllowed, Overloaded.
     """
 
     def __init__(self, authenticators: Sequence[Authenticator], queue: FairQueue) -> None:
@@ -246,9 +253,39 @@ class AdmissionInterceptor(AroundInterceptor):
         set_identity(identity)
         # Each call runs in its own context, so nothing needs to be unbound.
         bind_contextvars(tenant=identity.tenant, key=identity.key_name)
-        with tracing.span("queue"):
-            await self._queue.acquire(identity.tenant)
-        try:
-            yield
-        finally:
-            self._queue.release(identity.tenant)
+        async with _while_admitted(authenticator, identity):
+            with tracing.span("queue"):
+                await self._queue.acquire(identity.tenant)
+            try:
+                yield
+            finally:
+                self._queue.release(identity.tenant)
+
+
+@asynccontextmanager
+async def _while_admitted(authenticator: Authenticator, identity: Identity) -> AsyncIterator[None]:
+    """End the block with InvalidApiKey within seconds after the authenticator would no longer admit the caller.
+
+    Watches last for days: one of a key that was removed, or has expired, must not go on as long.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+    try:
+        async with asyncio.timeout(None) as limit:
+
+            def check() -> None:
+                nonlocal timer
+                if authenticator.still_admits(identity):
+                    timer = loop.call_later(_CHECK_SECONDS, check)
+                else:
+                    limit.reschedule(loop.time())
+
+            timer = loop.call_later(_CHECK_SECONDS, check)
+            try:
+                yield
+            finally:
+                timer.cancel()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise errors.InvalidApiKey("the API key was removed or has expired; the call was ended") from error

@@ -1,23 +1,22 @@
-"""The gateway's API keys: who holds one, and the commands that make and remove them.
-
-python -m paceline.services gateway.keys add --file keys.json --tenant team-a --name laptop
-python -m paceline.services gateway.keys remove --file keys.json --name laptop
-"""
+"""The gateway's API keys: who holds one, until when, and when each was used last."""
 
 from __future__ import annotations
 
-import argparse
 import hmac
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from time import time
 
 from paceline import errors
-from paceline.files.api_keys import ApiKey, hash_token, new_token, read_keys, update_keys
+from paceline.files.api_keys import ApiKey, hash_token, in_rfc_3339, read_keys
 from paceline.log import get_logger
 from paceline.rpc.identity import Identity
 
 _log = get_logger(__name__)
+
+_WARN_BEFORE = timedelta(days=7)
+"""How long before a key expires its use is warned of."""
 
 
 class KeyRing:
@@ -31,12 +30,14 @@ class KeyRing:
         self._keys = read_keys(path)
         self._logged: object = None
         """The failure that was logged last: calls that fail alike are logged once."""
+        self._warned: set[ApiKey] = set()
+        """Those that expire soon, once they were used: each is logged once."""
+        self._last_use: dict[tuple[str, str], float] = {}
         if not self._keys:
-            raise errors.InvalidArgument(
-                "has no key; make one with `python -m paceline.services gateway.keys add`", field="keys_file"
-            )
+            raise errors.InvalidArgument("has no key; make one with `paceline keys add`", field="keys_file")
 
     def identify(self, token: str) -> Identity | None:
+        """Return the identity of a key's holder, or None if unknown. Raises ApiKeyExpired."""
         if not token.strip():
             return None  # whatever the file holds
         self._refresh()
@@ -45,15 +46,39 @@ class KeyRing:
         for key in self._keys:
             if hmac.compare_digest(digest, key.sha256):
                 found = key
-        return _identity(found) if found else None
+        if found is None:
+            return None
+        self._check_expiry(found)
+        self._last_use[found.tenant, found.name] = time()
+        return _identity(found)
 
     def still_admits(self, identity: Identity) -> bool:
         self._refresh()
+        moment = datetime.now(UTC)
         return any(
-            (key.tenant, key.name, _identity(key).credential)
+            not key.has_expired(moment)
+            and (key.tenant, key.name, _identity(key).credential)
             == (identity.tenant, identity.key_name, identity.credential)
             for key in self._keys
         )
+
+    def last_use(self) -> Mapping[tuple[str, str], float]:
+        """Return when keys in the file were used last, in Unix time, by tenant and name; those never used lack."""
+        held = {(key.tenant, key.name) for key in self._keys}
+        return {key: used for key, used in list(self._last_use.items()) if key in held}
+
+    def _check_expiry(self, key: ApiKey) -> None:
+        """Log that a key expires soon. Raises ApiKeyExpired if it has."""
+        moment = datetime.now(UTC)
+        if key.expires is None or moment < key.expires - _WARN_BEFORE:
+            return
+        when = in_rfc_3339(key.expires)
+        if key.has_expired(moment):
+            message = f"the API key {key.name} expired at {when}; ask the operator for a new one"
+            raise errors.ApiKeyExpired(message, metadata={"expired": when})
+        if key not in self._warned:
+            self._warned.add(key)
+            _log.warning("API key expires soon", key=key.name, tenant=key.tenant, expires=when)
 
     def _refresh(self) -> None:
         stamp = _stamp(self._path)
@@ -69,42 +94,12 @@ class KeyRing:
                 _log.error("keys file is unusable; the previous keys stay valid", error=str(error))
         else:
             self._stamp, self._logged = stamp, None
+            self._warned.intersection_update(self._keys)
             _log.info("keys file reloaded", keys=len(self._keys))
 
 
 def _identity(key: ApiKey) -> Identity:
     return Identity(key.tenant, key.name, hash_token(f"credential of {key.sha256}")[:32])
-
-
-def add_key(path: Path, tenant: str, name: str) -> str:
-    """Create a key, store its hash and return the key, this once.
-
-    Raises InvalidArgument if the name is taken, or the file cannot be locked, read or written.
-    """
-    token = new_token()
-
-    def add(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
-        if any(other.name == name for other in keys):
-            raise errors.InvalidArgument(f"{name} exists; choose another name or remove it first", field="name")
-        return (*keys, ApiKey(name, tenant, hash_token(token)))
-
-    update_keys(path, add)
-    return token
-
-
-def remove_key(path: Path, name: str) -> None:
-    """Remove a key; its holder's next call is refused.
-
-    Raises InvalidArgument if the key does not exist, or the file cannot be locked, read or written.
-    """
-
-    def remove(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
-        left = tuple(key for key in keys if key.name != name)
-        if len(left) == len(keys):
-            raise errors.InvalidArgument(f"no key is named {name}", field="name")
-        return left
-
-    update_keys(path, remove)
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
@@ -114,29 +109,3 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
         return None
     # The time of change also moves with mode and owner, and nobody can set it back.
     return status.st_ctime_ns, status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command-line interface."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.services gateway.keys", description="Make and remove API keys."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("add", help="make a key and print it, once")
-    add.add_argument("--tenant", required=True, help="whose runs its holder sees")
-    remove = commands.add_parser("remove", help="remove a key")
-    for command in (add, remove):
-        command.add_argument("--file", type=Path, required=True, help="the gateway's keys file")
-        command.add_argument("--name", required=True, help="name of the key, for logs")
-    given = parser.parse_args(arguments)
-    try:
-        if given.command == "add":
-            sys.stdout.write(add_key(given.file, given.tenant, given.name) + "\n")
-        else:
-            remove_key(given.file, given.name)
-    except errors.InvalidArgument as error:
-        raise SystemExit(str(error)) from error
-
-
-if __name__ == "__main__":
-    main()

@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gateway.admission import FairQueue
+from gateway.keys import KeyRing
 from gateway.proxy import Router
 
 
@@ -66,6 +67,27 @@ class CallMetrics(Collector):
                 labels=("tenant", "state"),
             ),
         )
+
+
+class KeyMetrics(Collector):
+    """Reads at each scrape when API keys were used last. Operators name keys, so they are few."""
+
+    def __init__(self, keys: KeyRing, registry: CollectorRegistry) -> None:
+        self._keys = keys
+        registry.register(self)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        yield self._family()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = self._family()
+        for (tenant, name), used in sorted(self._keys.last_use().items()):
+            family.add_metric((tenant, name), used)
+        yield family
+
+    def _family(self) -> GaugeMetricFamily:
+        description = "When an API key was used last since the start of the gateway, in Unix time"
+        return GaugeMetricFamily("paceline_gateway_key_last_use_seconds", description, labels=("tenant", "key"))
 
 
 def add_http_metric(trouble: Callable[[], str], registry: CollectorRegistry) -> None:

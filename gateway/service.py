@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from gateway.admission import AdmissionInterceptor, AnonymousAuthenticator, Authenticator, FairQueue, JwtVerifier
 from gateway.http.services import Services
 from gateway.keys import KeyRing
-from gateway.metrics import CallMetrics, SamplerMetrics, add_http_metric
+from gateway.metrics import CallMetrics, KeyMetrics, SamplerMetrics, add_http_metric
 from gateway.proxy import SERVICES, Proxy, Router, Upstream
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
@@ -60,6 +60,9 @@ class GatewayService:
         self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
         SamplerMetrics(self._router, self._registry)
         CallMetrics(self._router, self._queue, self._registry)
+        for keys in self._authenticators:
+            if isinstance(keys, KeyRing):
+                KeyMetrics(keys, self._registry)
         for upstream in self._upstreams:
             upstream.connect()
         with suppress(TimeoutError):

@@ -36,7 +36,7 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     insecure: bool = False
     """Run without API keys or a credential: every caller that reaches the port is admitted as tenant "default"."""
     keys_file: Path | None = None
-    """JSON file of API keys, made by `python -m paceline.services gateway.keys add`; changes take effect at once."""
+    """JSON file of API keys, made by `paceline keys add`; changes take effect without a restart."""
     jwt_public_key_file: Path | None = None
     """PEM public key; if set, a JSON Web Token signed with it is accepted in place of an API key."""
     jwt_algorithm: Literal["RS256", "ES256", "EdDSA"] = "RS256"
@@ -119,7 +119,7 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     def _check_keys(self) -> Self:
         if self.insecure == (self.keys_file is not None or self.jwt_public_key_file is not None):
             raise ValueError(
-                "set keys_file (make one with `python -m paceline.services gateway.keys add`) or jwt_public_key_file, "
+                "set keys_file (make one with `paceline keys add`) or jwt_public_key_file, "
                 "or insecure to admit every caller; not both"
             )
         return self

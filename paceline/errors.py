@@ -436,6 +436,10 @@ class InvalidApiKey(Denied, reason="INVALID_API_KEY"):
     code = Code.UNAUTHENTICATED
 
 
+class ApiKeyExpired(InvalidApiKey, reason="API_KEY_EXPIRED"):
+    """The API key has expired; `metadata["expired"]` is when (RFC 3339)."""
+
+
 class MissingCredential(Denied, reason="MISSING_CREDENTIAL"):
     """The call did not come from the gateway or a service."""
 

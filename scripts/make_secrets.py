@@ -6,7 +6,7 @@ credential       shared by the gateway and the services
 keys/keys.json   the gateway's API keys, as hashes, in a separate folder that is mounted into the gateway
 api_key          the first key in keys.json, for the client
 
-To add keys: `python -m paceline.services gateway.keys add`.
+To add keys: `paceline keys add`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from paceline.errors import InvalidArgument
-from paceline.files.api_keys import ApiKey, hash_token, new_token, read_keys, update_keys
+from paceline.files.api_keys import made_now, new_token, read_keys, update_keys
 from paceline.files.secret_files import lock, read_secret, write_secret
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "deploy" / "secrets"
@@ -38,7 +38,7 @@ def make_secrets(directory: Path) -> list[Path]:
     # The key first: its hash can be made from it again, but not the reverse.
     api_key = directory / "api_key"
     made += _make(api_key, new_token())
-    own = ApiKey("default", "default", hash_token(read_secret(api_key)))
+    own = made_now("default", "default", read_secret(api_key))
     update_keys(keys, lambda others: others or (own,), _SHARED)
     return [*made, keys]
 

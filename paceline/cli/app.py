@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import atropos, checkpoints, doctor, logs, runs, sampling, status, trace, up
+from paceline.cli import atropos, checkpoints, doctor, keys, logs, runs, sampling, status, trace, up
 from paceline.cli.output import CommandFailed, say
 from paceline.errors import PacelineError
 from paceline.extras import MissingExtra
@@ -46,6 +46,7 @@ def make_app() -> typer.Typer:
     up.add_to(app, RUN_IT)
     doctor.add_to(app, RUN_IT)
     logs.add_to(app, RUN_IT)
+    app.add_typer(keys.app, name="keys", rich_help_panel=RUN_IT)
     status.add_to(app, SEE_IT)
     sampling.add_to(app, SEE_IT)
     trace.add_to(app, SEE_IT)

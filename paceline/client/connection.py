@@ -92,8 +92,10 @@ class Connection:
     retry: RetryPolicy
     max_in_flight: int
 
-    def refused_key(self) -> errors.InvalidApiKey:
-        """Return the error for a key that the gateway refused."""
+    def refused_key(self, refusal: errors.InvalidApiKey) -> errors.InvalidApiKey:
+        """Return the error for a key that the gateway refused; only of one that expired it knows more than we do."""
+        if isinstance(refusal, errors.ApiKeyExpired):
+            return refusal
         give = f"set {KEY_VARIABLE}, or give ServiceClient(api_key=...)"
         if not self.api_key:
             return errors.InvalidApiKey(f"{self.address} requires an API key; {give}", field=KEY_VARIABLE)

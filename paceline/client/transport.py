@@ -272,7 +272,7 @@ class Transport:
         try:
             return await with_retries(attempt, self._retry, self._retries, call_name(request), convert)
         except errors.InvalidApiKey as error:
-            raise self.connection.refused_key() from error
+            raise self.connection.refused_key(error) from error
 
     async def _guard(self, work: Coroutine[Any, Any, T], if_closed: errors.Fate | None) -> T:
         if (task := asyncio.current_task()) is not None:

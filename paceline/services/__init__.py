@@ -1,7 +1,7 @@
 """The programs of the three services: `gateway`, `trainer_service`, `sampler_service`, and tools among their modules.
 
     python -m paceline.services gateway
-    python -m paceline.services gateway.keys add --help
+    python -m paceline.services trainer_service.import_adapter --help
 
 In a checkout their packages lie at its root. In a wheel they lie in this folder, because a user's environment gets no
 top-level module from Paceline but `paceline`: they can be imported only in processes of the services, in which this

@@ -9,12 +9,12 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
 from paceline.errors import InvalidArgument
-from paceline.files.api_keys import ApiKey, hash_token, new_token, update_keys
+from paceline.files.api_keys import ApiKey, made_now, new_token, update_keys
 from paceline.files.folder_lock import FolderInUse, FolderLock
 from paceline.files.regular_files import NotRegularFile
 from paceline.files.secret_files import lock, read_secret, write_secret
@@ -106,10 +106,16 @@ def read_or_make_key(state: Path) -> Path:
     """
     _make_state(state)
     key_file, keys_file = state / "api_key", state / "keys.json"
-    own = ApiKey(_KEY_NAME, "default", hash_token(_read_or_make(key_file, new_token)))
+    own = made_now(_KEY_NAME, "default", _read_or_make(key_file, new_token))
     _read_or_make(state / "credential", lambda: secrets.token_urlsafe(32))
+
+    def with_own(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+        others = [key for key in keys if key.name != _KEY_NAME]
+        unchanged = (key for key in keys if replace(key, created=own.created) == own)
+        return next(unchanged, own), *others
+
     try:
-        update_keys(keys_file, lambda keys: (own, *(key for key in keys if key.name != _KEY_NAME)))
+        update_keys(keys_file, with_own)
     except InvalidArgument as error:
         raise CannotStart(f"{keys_file} is not a valid keys file ({error}); repair or remove it") from error
     return key_file

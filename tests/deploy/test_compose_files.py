@@ -25,7 +25,8 @@ from support.stacks.deploy_files import (
     settings_of,
 )
 
-from gateway.keys import KeyRing, add_key, remove_key
+from gateway.keys import KeyRing
+from paceline.files.key_changes import add_key, remove_key
 from paceline.rpc.identity import Identity
 
 FILES = ("compose.yaml", "compose.cpu.yaml")

@@ -80,8 +80,15 @@ def test_processes_of_a_service_can_import_it(wheel: Path, tmp_path: Path) -> No
 
 
 def test_a_tool_of_a_service_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    words = ("gateway.keys", "add", "--file", "keys.json", "--tenant", "team-a", "--name", "laptop")
+    words = ("trainer_service.import_adapter", "--help")
     done = run("-m", "paceline.services", *words, among=(wheel, SITE_PACKAGES), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+
+
+def test_keys_are_made_without_the_packages_of_a_service(wheel: Path, client_packages: Path, tmp_path: Path) -> None:
+    words = ("keys", "add", "laptop", "--tenant", "team-a", "--file", "keys.json")
+    done = run("-m", "paceline.cli", *words, among=(wheel, client_packages), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "keys.json").exists()
 

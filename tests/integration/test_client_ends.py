@@ -588,3 +588,10 @@ async def test_a_refused_key_names_where_it_came_from_and_what_to_set(server, ke
             await client.create_sampling_client().sample([1])
     assert caught.value.field == field
     assert server.address in caught.value.message
+
+
+async def test_an_expired_key_is_told_as_the_gateway_tells_it(server):
+    server.sampler.refusals = [errors.ApiKeyExpired("the API key laptop expired at noon")]
+    async with ServiceClient(server.address, "old") as client:
+        with pytest.raises(errors.ApiKeyExpired, match="laptop expired at noon"):
+            await client.create_sampling_client().sample([1])

@@ -13,8 +13,8 @@ from support.patience import PATIENCE
 from support.stacks.cluster import Cluster, wait_for
 
 import paceline
-from gateway.keys import add_key
 from paceline import errors
+from paceline.files.key_changes import add_key
 
 DATA = [paceline.Datum.from_completion([1, 2, 3], [4, 5, 6])]
 

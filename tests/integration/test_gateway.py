@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from time import monotonic
 
 import grpc
@@ -15,9 +16,9 @@ from support.patience import PATIENCE, standing_still
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, Stack, Trainer, bearer, free_port, gateway, serving, stack
 
 from gateway.admission import ACCESS, Access
-from gateway.keys import add_key, remove_key
 from paceline import errors
 from paceline.client.service_client import MAX_IN_FLIGHT
+from paceline.files.key_changes import add_key, expire_key, remove_key
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.rpc.channel import open_channel
 from paceline.rpc.port_limits import UNREAD_SECONDS
@@ -273,6 +274,29 @@ async def test_a_new_key_works_and_a_removed_one_stops_without_a_restart(up):
     assert reply.run.base_model == "team-c"
     remove_key(up.keys_file, "laptop")
     assert isinstance(await failure(up.client.trainer.GetRun(_GET_RUN, metadata=up.auth)), errors.InvalidApiKey)
+
+
+@pytest.mark.parametrize("end", [remove_key, partial(expire_key, after=timedelta())], ids=["removed", "expired"])
+async def test_a_stream_in_progress_ends_with_its_key(up, end):
+    stream = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.auth)
+    other = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.other_auth)
+    assert await stream.read()
+    assert await other.read()
+    end(up.keys_file, "laptop")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(PATIENCE):
+            while await stream.read():
+                pass
+    assert isinstance(error_from_rpc(caught.value), errors.InvalidApiKey)
+    assert await other.read()
+    other.cancel()
+
+
+async def test_an_expired_key_is_told_when_it_expired(up):
+    expire_key(up.keys_file, "laptop", timedelta())
+    refused = await failure(up.client.trainer.GetRun(_GET_RUN, metadata=up.auth))
+    assert isinstance(refused, errors.ApiKeyExpired)
+    assert refused.metadata["expired"] in refused.message
 
 
 async def test_a_service_that_dies_is_unavailable_until_it_is_back(tmp_path):

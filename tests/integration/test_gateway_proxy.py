@@ -14,9 +14,9 @@ from support.patience import PATIENCE
 from support.ports import free_port
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, bearer, gateway, serving
 
-from gateway.keys import add_key
 from gateway.proxy import Proxy, Router, Upstream
 from paceline import errors
+from paceline.files.key_changes import add_key
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import CredentialInterceptor
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb

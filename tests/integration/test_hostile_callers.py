@@ -15,8 +15,8 @@ from support.stacks.cluster import Cluster
 
 import paceline
 from gateway.admission import ACCESS, Access
-from gateway.keys import add_key
 from paceline import errors
+from paceline.files.key_changes import add_key
 from paceline.layout import new_run_id
 from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import error_from_rpc

@@ -13,8 +13,8 @@ from support.stacks.cluster import Cluster, wait_for
 from support.stacks.warm_trainer import WarmRun
 
 import paceline
-from gateway.keys import add_key
 from paceline import CheckpointKind, Datum, errors
+from paceline.files.key_changes import add_key
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 
 pytestmark = pytest.mark.services

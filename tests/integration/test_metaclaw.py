@@ -9,8 +9,8 @@ from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster
 
 import paceline
-from gateway.keys import add_key
 from paceline import SamplingParams
+from paceline.files.key_changes import add_key
 
 pytestmark = pytest.mark.services
 WRONG_DATUMS = (

@@ -15,8 +15,8 @@ from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster, wait_for
 
 import paceline
-from gateway.keys import add_key
 from paceline import errors
+from paceline.files.key_changes import add_key
 
 pytestmark = pytest.mark.services
 CAPITALS = {"Peru": "Lima", "Chad": "Ndjamena", "Cuba": "Havana", "Iran": "Tehran", "Fiji": "Suva", "Oman": "Muscat"}

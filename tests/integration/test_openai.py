@@ -14,8 +14,8 @@ from support.models.tiny_models import make_tiny_llama, make_tokenizer
 from support.stacks.cluster import Cluster, wait_for
 
 import paceline
-from gateway.keys import add_key
 from paceline import AdamParams, Datum, SamplingParams
+from paceline.files.key_changes import add_key
 
 pytestmark = pytest.mark.services
 PROMPT = "Country: Peru\nCapital:"

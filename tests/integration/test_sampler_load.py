@@ -17,8 +17,8 @@ from support.stacks.gateway_stack import bearer, gateway
 from support.stacks.sampler_stack import Client, base_ref, sample_request, sampling, version_ref
 from support.stacks.weight_stack import Trainer, make_checkpoint, make_version, serving
 
-from gateway.keys import add_key
 from paceline import errors
+from paceline.files.key_changes import add_key
 from paceline.layout import Volume, new_run_id
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb

@@ -21,7 +21,7 @@ from test_tinker_releases import run_calls
 from tinker import types
 
 import paceline
-from gateway.keys import add_key, remove_key
+from paceline.files.key_changes import add_key, remove_key
 
 pytestmark = pytest.mark.services
 PROMPT = [5, 6, 7, 8]

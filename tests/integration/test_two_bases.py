@@ -14,10 +14,10 @@ from support.ports import free_port
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, Trainer, bearer, gateway, serving
 from support.stacks.sampler_stack import until
 
-from gateway.keys import add_key
 from gateway.metrics import SamplerMetrics
 from gateway.proxy import Router, Upstream
 from paceline import errors
+from paceline.files.key_changes import add_key
 from paceline.gateway.v1 import gateway_service_pb2 as gateway_pb
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb

@@ -24,7 +24,7 @@ from support.stacks.cluster import Cluster
 import paceline
 from gateway.http.edge import most_parts
 from gateway.http.metaclaw.bodies import BATCHES
-from gateway.keys import add_key
+from paceline.files.key_changes import add_key
 from paceline.requests.bodies import MAX_JSON_PARTS
 from paceline.rpc.identity import peer_metadata
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb

@@ -32,8 +32,8 @@ PREFIX = "/api/v1"
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{folder}/{name}"
 _UNSERVED = {
     ("POST", "/auth/token"): "API keys are used as they are",
-    ("GET", "/auth/apikey/me"): "`python -m paceline.services gateway.keys` adds and removes keys",
-    ("DELETE", "/auth/apikey/me"): "`python -m paceline.services gateway.keys` adds and removes keys",
+    ("GET", "/auth/apikey/me"): "`paceline keys` adds and removes keys",
+    ("DELETE", "/auth/apikey/me"): "`paceline keys` adds and removes keys",
     ("POST", _CHECKPOINT + "/publish"): "a checkpoint belongs to its tenant; download it and pass on the files",
     ("DELETE", _CHECKPOINT + "/publish"): "a checkpoint belongs to its tenant",
     ("POST", "/copy_weights"): "load the checkpoint into a new training client",

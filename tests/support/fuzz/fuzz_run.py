@@ -18,8 +18,8 @@ import psutil
 from yarl import URL
 
 import paceline
-from gateway.keys import add_key
 from paceline import errors, types
+from paceline.files.key_changes import add_key
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import peer_metadata
 from paceline.rpc.status import is_from_grpc

@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from gateway.keys import add_key
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
 from paceline import errors
+from paceline.files.key_changes import add_key
 from paceline.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from paceline.rpc.channel import open_channel
 from paceline.rpc.identity import current_identity

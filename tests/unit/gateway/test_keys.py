@@ -6,16 +6,22 @@ import json
 import os
 import resource
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from gateway.keys import KeyRing, add_key, main, remove_key
+from gateway.keys import KeyRing
+from gateway.metrics import KeyMetrics
 from paceline import errors
 from paceline.files.api_keys import PREFIX, read_keys
+from paceline.files.key_changes import add_key, expire_key, remove_key, rotate_key
 from paceline.rpc.identity import Identity
 
 
@@ -174,11 +180,105 @@ def test_names_are_unique(keys_file):
     assert len(read_keys(keys_file)) == 1
 
 
-def test_the_command_line_adds_and_removes(keys_file, capsys):
-    main(["add", "--file", str(keys_file), "--tenant", "team-a", "--name", "laptop"])
-    key = capsys.readouterr().out.strip()
-    assert KeyRing(keys_file).identify(key) == Identity("team-a", "laptop")
-    main(["remove", "--file", str(keys_file), "--name", "laptop"])
+def test_an_expired_key_is_refused_with_when_it_expired(keys_file):
+    key = add_key(keys_file, "team-a", "laptop", timedelta(hours=1))
+    ring = KeyRing(keys_file)
+    identity = ring.identify(key)
+    assert ring.still_admits(identity)
+    ended = expire_key(keys_file, "laptop", timedelta())
+    with pytest.raises(errors.ApiKeyExpired, match="laptop expired at 20") as caught:
+        ring.identify(key)
+    assert datetime.fromisoformat(caught.value.metadata["expired"]) == ended
+    assert not ring.still_admits(identity)
+    expire_key(keys_file, "laptop", None)
+    assert ring.identify(key) == identity
+
+
+def test_a_key_that_expires_within_seven_days_is_logged_once_when_it_is_used(keys_file):
+    soon = add_key(keys_file, "team-a", "laptop", timedelta(days=6))
+    later = add_key(keys_file, "team-a", "cluster", timedelta(days=8))
+    ring = KeyRing(keys_file)
+    with capture_logs() as logged:
+        for _ in range(3):
+            assert ring.identify(soon)
+            assert ring.identify(later)
+    assert [(entry["log_level"], entry["key"]) for entry in logged] == [("warning", "laptop")]
+
+
+def test_the_times_of_last_use_are_those_of_keys_in_the_file(keys_file):
+    key = add_key(keys_file, "team-a", "laptop")
+    add_key(keys_file, "team-b", "never-used")
+    ring, begun = KeyRing(keys_file), time.time()
+    registry = CollectorRegistry()
+    KeyMetrics(ring, registry)
+    ring.identify(key)
+    value = partial(registry.get_sample_value, "paceline_gateway_key_last_use_seconds")
+    assert begun <= value({"tenant": "team-a", "key": "laptop"}) <= time.time()
+    assert value({"tenant": "team-b", "key": "never-used"}) is None
+    remove_key(keys_file, "laptop")
+    ring.identify("another")
+    assert value({"tenant": "team-a", "key": "laptop"}) is None
+
+
+def test_both_keys_are_valid_while_one_is_rotated(keys_file):
+    old = add_key(keys_file, "team-a", "laptop")
+    add_key(keys_file, "team-b", "cluster")
+    ring = KeyRing(keys_file)
+    new = rotate_key(keys_file, "laptop", timedelta(hours=1))
+    assert ring.identify(old) == ring.identify(new) == Identity("team-a", "laptop")
+    expiries = [key.expires for key in read_keys(keys_file) if key.name == "laptop"]
+    assert expiries[1] is None
+    assert timedelta() < expiries[0] - datetime.now(UTC) <= timedelta(hours=1)
+    newest = rotate_key(keys_file, "laptop", timedelta())
+    assert ring.identify(old) is ring.identify(new) is None
+    assert ring.identify(newest) == Identity("team-a", "laptop")
+    assert len(read_keys(keys_file)) == 2
+
+
+def test_a_rotation_prolongs_no_older_key_and_keeps_the_lifetime(keys_file):
+    add_key(keys_file, "team-a", "laptop", timedelta(days=2))
+    rotate_key(keys_file, "laptop", timedelta(hours=1))
+    rotate_key(keys_file, "laptop", timedelta(days=9))
+    first, second, third = read_keys(keys_file)
+    assert first.expires - first.created <= timedelta(hours=1, seconds=9)
+    assert second.expires - second.created == third.expires - third.created == timedelta(days=2)
+
+
+def test_a_lifetime_that_nobody_knows_has_to_be_given(keys_file):
+    add_key(keys_file, "team-a", "laptop", timedelta(days=2))
+    (entry,) = json.loads(keys_file.read_text())
+    del entry["created"]
+    keys_file.write_text(json.dumps([entry]))
+    with pytest.raises(errors.InvalidArgument, match="give the lifetime"):
+        rotate_key(keys_file, "laptop", timedelta(hours=1))
+    rotate_key(keys_file, "laptop", timedelta(hours=1), timedelta(days=3))
+    assert read_keys(keys_file)[0].created is None
+
+
+def test_a_removal_removes_what_a_rotation_left(keys_file):
+    add_key(keys_file, "team-a", "laptop")
+    rotate_key(keys_file, "laptop", timedelta(hours=1))
+    remove_key(keys_file, "laptop")
     assert read_keys(keys_file) == ()
-    with pytest.raises(SystemExit, match="laptop"):
-        main(["remove", "--file", str(keys_file), "--name", "laptop"])
+    for change in (remove_key, partial(rotate_key, grace=timedelta()), partial(expire_key, after=None)):
+        with pytest.raises(errors.InvalidArgument, match="no key is named laptop"):
+            change(keys_file, "laptop")
+
+
+@pytest.mark.parametrize("time", ["tomorrow", "2026-01-31", "2026-01-31T12:00:00", 5, "2026-13-31T12:00:00Z"])
+def test_a_date_that_is_no_time_with_a_zone_is_refused(keys_file, time):
+    add_key(keys_file, "team-a", "laptop")
+    entry = json.loads(keys_file.read_text())[0] | {"expires": time}
+    keys_file.write_text(json.dumps([entry]))
+    with pytest.raises(errors.InvalidArgument, match="expires is not a time such as"):
+        read_keys(keys_file)
+
+
+@pytest.mark.parametrize("change", [{"expires": None}, {"tenant": "team-b"}])
+def test_two_keys_of_a_name_are_refused_unless_a_rotation_left_them(keys_file, change):
+    add_key(keys_file, "team-a", "laptop")
+    rotate_key(keys_file, "laptop", timedelta(hours=1))
+    entries = json.loads(keys_file.read_text())
+    keys_file.write_text(json.dumps([entries[0] | change, entries[1]]))
+    with pytest.raises(errors.InvalidArgument, match="two keys with the name laptop"):
+        read_keys(keys_file)

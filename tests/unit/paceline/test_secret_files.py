@@ -24,10 +24,11 @@ from support.stacks.deploy_files import ROOT
 
 from gateway.admission import JwtVerifier
 from gateway.http.tinker.downloads import read_or_make_secret
-from gateway.keys import KeyRing, add_key, remove_key
+from gateway.keys import KeyRing
 from gateway.settings import GatewaySettings
 from paceline import ServiceClient, errors
 from paceline.files.api_keys import PREFIX, hash_token, read_keys, update_keys
+from paceline.files.key_changes import add_key, remove_key
 from paceline.files.secret_files import read_secret
 from paceline.rpc.channel import TlsFiles, open_channel
 from paceline.settings import settings_of

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import save_file
 from support.ports import free_service_ports
 
-from gateway.keys import add_key
 from paceline.cli import main
 from paceline.files.api_keys import hash_token, read_keys
+from paceline.files.key_changes import add_key
 from paceline.machine import visible_gpus
 from paceline.up import run as module
 from paceline.up.plan import (

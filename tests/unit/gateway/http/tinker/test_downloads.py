@@ -12,8 +12,9 @@ from support.clocks import FakeMachine
 
 from gateway.http.problems import problem
 from gateway.http.tinker.downloads import ARCHIVE, Downloads
-from gateway.keys import KeyRing, add_key, remove_key
+from gateway.keys import KeyRing
 from paceline import errors
+from paceline.files.key_changes import add_key, remove_key
 from paceline.layout import CheckpointPath, new_run_id
 from paceline.types import CheckpointKind
 
