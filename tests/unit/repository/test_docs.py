@@ -91,6 +91,12 @@ def leads(page_path: Path, link: str) -> bool:
     return anchor in {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
+def test_every_how_to_page_is_listed():
+    folder = ROOT / "docs" / "how-to"
+    listed = set(re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", (folder / "README.md").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
+
+
 def test_readme_teaches_in_ten_lines_of_client_code():
     code = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert code
