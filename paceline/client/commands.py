@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -26,9 +27,13 @@ from paceline.types import CommandState
 MAX_COMMANDS_UNANSWERED = 32
 """Maximum number of commands of one run in flight. More would only wait at the server."""
 
+WAIT_NOTICE_SECONDS = 5.0
+"""How long a command may wait for its answer before the log says what is ahead of it."""
+
 _ATTACH_AGAIN = (
     "attach again with ServiceClient.get_training_client({!r}), see how far the run is, and issue again what is missing"
 )
+_log = logging.getLogger("paceline")
 Reply = TypeVar("Reply")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,6 +84,10 @@ class CommandSender:
         self._in_flight = asyncio.Semaphore(MAX_COMMANDS_UNANSWERED)
         self._deadlines: set[asyncio.Timeout] = set()
         """Those of the commands in flight."""
+        self._told_until = 0
+        """Commands with lower numbers had been sent when the log last said what they wait for."""
+        self._wait_level = logging.WARNING
+        """Of the first such notice; later ones are no news."""
 
     def issue(
         self, name: str, count: int, work: Callable[[IssuedCommand], Coroutine[Any, Any, T]], *, is_pass: bool = False
@@ -257,6 +266,7 @@ class CommandSender:
         """Follow a command until it has ended, and return its reply or raise its error."""
         seq_id = status.seq_id
         request = pb.FollowRequest(run_id=self._run_id, seq_ids=[seq_id])
+        notice = asyncio.get_running_loop().call_later(WAIT_NOTICE_SECONDS, self._notice_wait, seq_id)
         try:
             while not CommandState(status.state).has_ended:
                 status = await self._transport.call(self._follow, request, "training")
@@ -265,12 +275,31 @@ class CommandSender:
         except errors.PacelineError as error:
             raise self._unread(error, seq_id) from error
         finally:
+            notice.cancel()
             self._in_flight.release()
         until = asyncio.get_running_loop().time() + self._transport.timeouts.training
         for deadline in self._deadlines:
             if not deadline.expired():
                 deadline.reschedule(until)
         return reply_in(status)
+
+    def _notice_wait(self, seq_id: int) -> None:
+        """Say what a command waits for, unless that was said of one that had been sent before it."""
+        if seq_id >= self._told_until:
+            self._told_until = self._next
+            self._transport.start_task(self._tell_wait(seq_id))
+
+    async def _tell_wait(self, seq_id: int) -> None:
+        request = pb.FollowRequest(run_id=self._run_id, seq_ids=[seq_id], max_seconds=0)
+        try:
+            reply = await self._transport.call(_first_of(self._transport.trainer.Follow), request, "query")
+        except errors.PacelineError:
+            return  # whoever waits for the command is told
+        if CommandState(reply.status.state).has_ended:
+            return
+        message = "command %d of %s: no answer after %g s; %s"
+        _log.log(self._wait_level, message, seq_id, self._run_id, WAIT_NOTICE_SECONDS, _ahead_of(reply.status))
+        self._wait_level = logging.INFO
 
     def _unread(self, error: errors.PacelineError, seq_id: int) -> errors.PacelineError:
         """Return the error of a command that the trainer has, and of which no more could be learnt."""
@@ -315,6 +344,20 @@ class CommandSender:
         if status is None:
             raise _silent()
         return status
+
+
+def _ahead_of(status: pb.CommandStatus) -> str:
+    """Return what has to end before a command that has not ended does."""
+    if status.missing_seq_id:
+        return f"command {status.missing_seq_id}, which has to be before it, has not arrived"
+    if status.commands_ahead:
+        return f"{status.commands_ahead} command(s) of this run are ahead of it"
+    if status.executing_seconds:
+        return (
+            f"none of this run is ahead of it, and the trainer has had it in work for {status.executing_seconds:.0f} "
+            "s: its own batch, and those of other runs that came before"
+        )
+    return "none of this run is ahead of it: the trainer works for other runs"
 
 
 def command(method: Callable[P, T]) -> Callable[P, T]:

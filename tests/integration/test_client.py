@@ -9,6 +9,7 @@ from time import monotonic
 import numpy as np
 import pytest
 from support.patience import PATIENCE
+from support.stacks.cluster import wait_for
 from support.stacks.toy_trainer import VOCABULARY, make_data
 
 from paceline import RetryPolicy, SamplingParams, ServiceClient, Timeouts, errors
@@ -168,6 +169,31 @@ async def test_a_command_that_the_trainer_has_is_no_longer_kept(server, training
     server.trainer.places.release()
     await passed
     assert not kept
+
+
+async def test_commands_that_wait_say_once_what_is_ahead_of_them(server, training, caplog, monkeypatch):
+    monkeypatch.setattr("paceline.client.commands.WAIT_NOTICE_SECONDS", 0.2)
+    server.trainer.places = asyncio.Semaphore(0)
+
+    def notices():
+        return [(one.levelno, one.getMessage()) for one in caplog.records if "no answer after" in one.getMessage()]
+
+    with caplog.at_level(logging.INFO, "paceline"):
+        queue = [training.forward_backward(make_data()), training.optim_step()]
+        await asyncio.to_thread(wait_for, notices)
+        for _ in queue:
+            server.trainer.places.release()
+        await asyncio.gather(*queue)
+        later = [training.forward_backward(make_data()), training.optim_step()]
+        await asyncio.to_thread(wait_for, lambda: len(notices()) > 1)
+        for _ in later:
+            server.trainer.places.release()
+        await asyncio.gather(*later)
+    reason = "none of this run is ahead of it: the trainer works for other runs"
+    assert notices() == [
+        (logging.WARNING, f"command 1 of {training.run_id}: no answer after 0.2 s; {reason}"),
+        (logging.INFO, f"command 3 of {training.run_id}: no answer after 0.2 s; {reason}"),
+    ]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("mine")], ids=repr)

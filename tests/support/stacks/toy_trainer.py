@@ -144,7 +144,8 @@ class ToyTrainer(TrainerServiceServicer):
             return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_NOT_ARRIVED)
         _, task = self.accepted[seq_id]
         if not task.done():
-            return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_ACCEPTED, **told)
+            ahead = seq_id - self.last - 1
+            return pb.CommandStatus(seq_id=seq_id, state=pb.COMMAND_STATE_ACCEPTED, commands_ahead=ahead, **told)
         answer = task.result()
         is_refused = isinstance(answer, errors.PacelineError)
         state = pb.COMMAND_STATE_REFUSED if is_refused else pb.COMMAND_STATE_SUCCEEDED
