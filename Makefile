@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-clients test-install test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts client-faults fuzz images clean
+.PHONY: help proto demo up test test-clients test-install test-page test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts client-faults fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -26,7 +26,7 @@ demo: proto ## Train the embedded model by reinforcement learning, end to end
 up: proto ## Run the three services with the embedded model until Ctrl-C
 	@exec $(RUN)/paceline up --model "$$($(RUN)/python scripts/make_model.py)"
 
-test: proto ## Run every test that needs no GPU
+test: proto ## Run every test that needs neither a GPU nor a browser
 	@scripts/test.sh $(RUN)
 
 test-clients: proto ## Run every release of Tinker's SDK against the services
@@ -34,6 +34,9 @@ test-clients: proto ## Run every release of Tinker's SDK against the services
 
 test-install: proto ## Run README.md's lines that install, in empty environments
 	@$(RUN)/python -m pytest -m install tests/deploy
+
+test-page: proto ## Run the tests of the gateway's page in Chromium, which is installed if it may be
+	@UPDATE=$(UPDATE) scripts/test_page.sh $(RUN)
 
 test-avx2: proto ## Run the tests that compare numbers, with AVX2 only
 	@scripts/test_avx2.sh $(RUN)

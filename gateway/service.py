@@ -11,6 +11,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from gateway.admission import AdmissionInterceptor, AnonymousAuthenticator, Authenticator, FairQueue, JwtVerifier
+from gateway.deployment import Deployment
 from gateway.http.services import Services
 from gateway.keys import KeyRing
 from gateway.metrics import CallMetrics, KeyMetrics, SamplerMetrics, add_http_metric
@@ -34,7 +35,8 @@ class GatewayService:
     """Holds the connections to the services."""
 
     _router: Router
-    """Created by `start`, in the event loop that runs the calls."""
+    _deployment: Deployment
+    """Both are created by `start`, in the event loop that runs the calls."""
     name = "gateway"
     service_names: Sequence[str] = tuple(SERVICES)
 
@@ -58,6 +60,7 @@ class GatewayService:
         named = [("trainer", settings.trainer), *(("sampler", target) for target in settings.samplers)]
         self._upstreams = [Upstream(name, target, settings.upstream_tls, settings.secret) for name, target in named]
         self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
+        self._deployment = Deployment(self._router, self._waiting_bytes, settings)
         SamplerMetrics(self._router, self._registry)
         CallMetrics(self._router, self._queue, self._registry)
         for keys in self._authenticators:
@@ -72,13 +75,14 @@ class GatewayService:
             with needing("http", "http_listen"):
                 from gateway.http.edge import HttpEdge  # noqa: PLC0415 - without HTTP its libraries are not needed
             services = Services(self._router, settings.secret, self._queue, self._waiting_bytes)
-            edge = self._edge = HttpEdge(settings, self._authenticators, services, self._waiting_bytes, self._registry)
+            edge = self._edge = HttpEdge(
+                settings, self._authenticators, services, self._deployment, self._waiting_bytes, self._registry
+            )
             add_http_metric(lambda: edge.trouble, self._registry)
             await self._edge.start()
 
     def register(self, server: grpc.aio.Server) -> None:
-        servicer = GatewayServicer(self._router, self._waiting_bytes, self._settings)
-        add_GatewayServiceServicer_to_server(servicer, server)
+        add_GatewayServiceServicer_to_server(GatewayServicer(self._deployment), server)
         server.add_generic_rpc_handlers([Proxy(self._router, self._settings.secret, self._waiting_bytes)])
 
     def drain(self) -> None:

@@ -14,4 +14,4 @@ fitting=$(awk '/MemAvailable/ {print int($2 / 3145728)}' /proc/meminfo 2>/dev/nu
 workers=$((cores + 2 < fitting ? cores + 2 : fitting > 0 ? fitting : 1))
 # Keep the tests of a file together, since they share what its fixtures start, and all of tests/contract too. Their order
 # is that of tests/conftest.py.
-"$bin/python" -m pytest -m "not gpu and not clients and not install" -n "$workers" --dist loadfile --no-loadscope-reorder tests
+"$bin/python" -m pytest -m "not gpu and not clients and not install and not page" -n "$workers" --dist loadfile --no-loadscope-reorder tests

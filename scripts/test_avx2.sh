@@ -16,5 +16,5 @@ for name in "${unit[@]}"; do
 done
 # Tests of several ranks that do not compare numbers, and are left out.
 others="runs_of_several_ranks_wait_on_disk or death_of_any_process or closing_leaves_no_process"
-"$bin/python" -m pytest -m "not gpu and not clients and not install" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile --no-loadscope-reorder \
+"$bin/python" -m pytest -m "not gpu and not clients and not install and not page" -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile --no-loadscope-reorder \
     -k "not ($others)" tests/integration/test_ranks.py "${paths[@]}"

@@ -12,11 +12,14 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from gateway.admission import Authenticator
+from gateway.deployment import Deployment
 from gateway.http.generate import GenerateApi
 from gateway.http.metaclaw.api import MetaClawApi
 from gateway.http.online.api import OnlineApi
 from gateway.http.openai import OpenAiApi
 from gateway.http.openai_errors import UnknownUrl, WrongMethod
+from gateway.http.page.api import PageApi
+from gateway.http.page.files import page_files
 from gateway.http.problems import problem
 from gateway.http.services import Services
 from gateway.http.state import StateUnusable, lock_state
@@ -37,6 +40,7 @@ class HttpApis:
         settings: GatewaySettings,
         authenticators: Sequence[Authenticator],
         services: Services,
+        deployment: Deployment,
         waiting_bytes: WaitingBytes,
     ) -> None:
         """Lock and open the state. Raises StateUnusable, or InvalidArgument for a file of another format."""
@@ -63,6 +67,8 @@ class HttpApis:
             GenerateApi(models, openai).routes(),
             metaclaw.routes(),
             self._online.routes(),
+            PageApi(services, models, deployment, authenticators).routes(),
+            page_files(),
         )
 
     @property

@@ -24,11 +24,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.protocols.utils import get_remote_addr
 
 from gateway.admission import Authenticator
+from gateway.deployment import Deployment
 from gateway.http.apis import HttpApis
 from gateway.http.http_metrics import HttpMetrics
 from gateway.http.listener import BACKLOG, Listener
 from gateway.http.metaclaw.bodies import BATCHES, MAX_BATCH_PARTS
 from gateway.http.middleware import AccessMiddleware
+from gateway.http.page.files import PAGE_PATHS
 from gateway.http.services import Services
 from gateway.http.state import StateUnusable
 from gateway.http.tinker import downloads
@@ -40,7 +42,7 @@ from paceline.requests.bodies import MAX_JSON_PARTS
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.readers import READER_SECONDS
 
-_OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz")
+_OPEN = ("/health", "/healthz", "/v1/health", f"{TINKER}/healthz", *PAGE_PATHS)
 _EXPOSED = ["Retry-After", *(f"X-Paceline-{name}" for name in ("Model", "Run", "Version", "Checkpoint", "Blake3"))]
 """Headers of responses that web pages may read."""
 _BINARY = (f"{TINKER}/forward_backward", f"{TINKER}/telemetry")
@@ -77,6 +79,7 @@ class HttpEdge:
         settings: GatewaySettings,
         authenticators: Sequence[Authenticator],
         services: Services,
+        deployment: Deployment,
         waiting_bytes: WaitingBytes,
         registry: CollectorRegistry,
     ) -> None:
@@ -84,6 +87,7 @@ class HttpEdge:
         self._settings = settings
         self._authenticators = authenticators
         self._services = services
+        self._deployment = deployment
         self._waiting_bytes = waiting_bytes
         self._apis: HttpApis | None = None
         share = settings.http_max_requests_per_tenant or max(1, settings.http_max_connections // 2)
@@ -144,7 +148,7 @@ class HttpEdge:
 
     async def _open(self) -> None:
         """Open the state and resume the work in it."""
-        apis = HttpApis(self._settings, self._authenticators, self._services, self._waiting_bytes)
+        apis = HttpApis(self._settings, self._authenticators, self._services, self._deployment, self._waiting_bytes)
         try:
             await apis.start()
         except BaseException:

@@ -15,6 +15,7 @@ from typing import Any
 import zstandard
 
 from gateway.admission import FairQueue
+from gateway.deployment import Deployment
 from gateway.http.apis import HttpApis
 from gateway.http.services import Services
 from gateway.proxy import Router, Upstream
@@ -92,7 +93,9 @@ async def http_routes() -> list[HttpRoute]:
     with TemporaryDirectory() as state:
         trainer, waiting_bytes = Upstream("trainer", "localhost:1", None), WaitingBytes()
         services = Services(Router(trainer, [], 0), "", FairQueue(1, 1, 1), waiting_bytes)
-        apis = HttpApis(GatewaySettings(http_state=Path(state), insecure=True), (), services, waiting_bytes)
+        settings = GatewaySettings(http_state=Path(state), insecure=True)
+        deployment = Deployment(services.router, waiting_bytes, settings)
+        apis = HttpApis(settings, (), services, deployment, waiting_bytes)
         await apis.stop()
         await trainer.close()
     app = apis.app

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.servicer import merge_quotas
+from gateway.deployment import merge_quotas
 from paceline.codec import quota_to_proto
 from paceline.types import Quota
 
