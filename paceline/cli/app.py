@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import atropos, checkpoints, doctor, keys, logs, runs, sampling, status, trace, up
+from paceline.cli import atropos, checkpoints, doctor, keys, logs, recipes, runs, sampling, status, trace, up
 from paceline.cli.output import CommandFailed, say
 from paceline.errors import PacelineError
 from paceline.extras import MissingExtra
@@ -52,6 +52,7 @@ def make_app() -> typer.Typer:
     trace.add_to(app, SEE_IT)
     app.add_typer(runs.app, name="runs", rich_help_panel=KEEP_IT)
     app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel=KEEP_IT)
+    recipes.add_to(app, TRAIN)
     atropos.add_to(app, TRAIN)
     return app
 

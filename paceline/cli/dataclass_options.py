@@ -1,7 +1,7 @@
 """A command whose options are the fields of a dataclass, which thus is the one place of names, defaults and help.
 
-A field's metadata may have: `help`, `names` (instead of one from the field's name), `choices`, `minimum`, and `parse`
-(text to value; raises ValueError).
+A field's metadata may have: `help`, `names` (instead of one from the field's name), `choices`, `minimum`, `parse` (text
+to value; raises ValueError), and `argument` (how the help calls it) for one that is an argument and no option.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ def _parameter(field: Field[Any], kind: Any) -> Parameter:
     elif get_origin(kind) is tuple:
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
         default = default if default is ... else list(default)
+    if "argument" in about:
+        argument = typer.Argument(default, metavar=about["argument"], **settings)
+        return Parameter(field.name, Parameter.KEYWORD_ONLY, default=argument, annotation=kind)
     if "minimum" in about:
         settings["min"] = about["minimum"]
     made = typer.Option(default, *names, **settings)
