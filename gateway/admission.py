@@ -18,6 +18,7 @@ from structlog.contextvars import bind_contextvars
 from paceline import errors, tracing
 from paceline.extras import needing
 from paceline.files.secret_files import read_pem
+from paceline.requests.tenant_limits import TenantLimits
 from paceline.rpc.identity import API_KEY_KEY, DEFAULT_TENANT, Identity, is_tenant, set_identity
 from paceline.rpc.interceptors import AroundInterceptor, Call
 from paceline.rpc.server import REFLECTION_METHODS
@@ -165,7 +166,15 @@ class FairQueue:
     Waiting calls are admitted in FIFO order within a tenant, and tenants take turns.
     """
 
-    def __init__(self, max_in_flight: int, max_in_flight_per_tenant: int, max_queued_per_tenant: int) -> None:
+    def __init__(
+        self,
+        max_in_flight: int,
+        max_in_flight_per_tenant: int,
+        max_queued_per_tenant: int,
+        tenants: TenantLimits | None = None,
+    ) -> None:
+        """Set the limits; `tenants` may have one on calls in flight of their own."""
+        self._tenants = TenantLimits() if tenants is None else tenants
         self._max_in_flight = max_in_flight
         self._max_per_tenant = max_in_flight_per_tenant
         self._max_queued = max_queued_per_tenant
@@ -206,6 +215,10 @@ class FairQueue:
                 self._take(following)
                 turn.set_result(None)
 
+    def limit_of(self, tenant: str) -> int:
+        """Return the most calls of a tenant in flight; 0 means that only the limit in total applies."""
+        return self._tenants.of(tenant, "calls", self._max_per_tenant)
+
     def by_tenant(self) -> dict[str, tuple[int, int]]:
         """Return how many calls of each tenant are in flight, and how many wait. Thread-safe."""
         waiting = {tenant: len(queue) for tenant, queue in list(self._waiting.items())}
@@ -213,7 +226,8 @@ class FairQueue:
         return {tenant: (in_flight.get(tenant, 0), waiting.get(tenant, 0)) for tenant in {*waiting, *in_flight}}
 
     def _has_place(self, tenant: str) -> bool:
-        return self._in_flight < self._max_in_flight and self._by_tenant[tenant] < self._max_per_tenant
+        limit = self.limit_of(tenant)
+        return self._in_flight < self._max_in_flight and (not limit or self._by_tenant[tenant] < limit)
 
     def _take(self, tenant: str) -> None:
         self._in_flight += 1

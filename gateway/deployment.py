@@ -10,14 +10,16 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from gateway.admission import FairQueue
 from gateway.proxy import Router, Upstream, gateway_error
 from gateway.served_base import ServedBase
 from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
 from paceline import __version__, codec, errors
 from paceline.codec.resources import timestamp_to_proto
 from paceline.gateway.v1 import gateway_service_pb2 as pb
 from paceline.requests.waiting_bytes import WaitingBytes
-from paceline.rpc.identity import Identity, peer_metadata
+from paceline.rpc.identity import Identity
 from paceline.rpc.process_info import process_info
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as sampler_pb
@@ -33,7 +35,11 @@ Reply = TypeVar("Reply", bound=Message)
 class Deployment:
     """Asks the trainer and the samplers about themselves, for a caller."""
 
-    def __init__(self, router: Router, waiting_bytes: WaitingBytes, settings: GatewaySettings) -> None:
+    def __init__(
+        self, router: Router, tenants: Tenants, queue: FairQueue, waiting_bytes: WaitingBytes, settings: GatewaySettings
+    ) -> None:
+        self._tenants = tenants
+        self._queue = queue
         self._router = router
         self._waiting_bytes = waiting_bytes
         self._settings = settings
@@ -43,13 +49,17 @@ class Deployment:
         trainer, samplers = await self._ask(
             identity.tenant, "GetUsage", trainer_pb.GetUsageResponse, sampler_pb.GetUsageResponse
         )
-        waiting = self._waiting_bytes
-        own = Quota(waiting.quota.name, waiting.used(identity.tenant), waiting.tenant_limit)
+        tenant, waiting = identity.tenant, self._waiting_bytes
+        calls, _ = self._queue.by_tenant().get(tenant, (0, 0))
+        own = [
+            Quota("calls", calls, self._queue.limit_of(tenant)),
+            Quota(waiting.quota.name, waiting.used(tenant), waiting.limit_of(tenant)),
+        ]
         quotas = merge_quotas(
             trainer.quotas if trainer else (), [sampler.quotas for sampler in samplers if sampler is not None]
         )
         return pb.WhoAmIResponse(
-            tenant=identity.tenant, key_name=identity.key_name, quotas=map(codec.quota_to_proto, [own, *quotas])
+            tenant=identity.tenant, key_name=identity.key_name, quotas=map(codec.quota_to_proto, [*own, *quotas])
         )
 
     async def capabilities(self, tenant: str) -> pb.GetCapabilitiesResponse:
@@ -99,7 +109,7 @@ class Deployment:
         calls are not asked for quotas.
         """
         asked = [one for one in self._router.samplers if method != "GetUsage" or one not in self._router.unused]
-        metadata = peer_metadata(self._settings.secret, tenant)
+        metadata = self._tenants.metadata(tenant)
         timeout = self._settings.info_timeout_seconds
 
         async def ask(upstream: Upstream, service: str, reply: type[Reply]) -> Reply | None:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import time
 
+from gateway.reloaded_file import ReloadedFile
 from paceline import errors
 from paceline.files.api_keys import ApiKey, hash_token, in_rfc_3339, read_keys
 from paceline.log import get_logger
@@ -24,26 +25,20 @@ class KeyRing:
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises InvalidArgument when it cannot be read or has no key."""
-        self._path = path
-        self._stamp = _stamp(path)
-        """Of the file that the keys were read from."""
-        self._keys = read_keys(path)
-        self._logged: object = None
-        """The failure that was logged last: calls that fail alike are logged once."""
+        self._file = ReloadedFile(path, "keys file", read_keys)
         self._warned: set[ApiKey] = set()
         """Those that expire soon, once they were used: each is logged once."""
         self._last_use: dict[tuple[str, str], float] = {}
-        if not self._keys:
+        if not self._file.content:
             raise errors.InvalidArgument("has no key; make one with `paceline keys add`", field="keys_file")
 
     def identify(self, token: str) -> Identity | None:
         """Return the identity of a key's holder, or None if unknown. Raises ApiKeyExpired."""
         if not token.strip():
             return None  # whatever the file holds
-        self._refresh()
         digest, found = hash_token(token), None
         # No early exit, so that timing does not reveal which key nearly matched.
-        for key in self._keys:
+        for key in self._current():
             if hmac.compare_digest(digest, key.sha256):
                 found = key
         if found is None:
@@ -53,18 +48,17 @@ class KeyRing:
         return _identity(found)
 
     def still_admits(self, identity: Identity) -> bool:
-        self._refresh()
         moment = datetime.now(UTC)
         return any(
             not key.has_expired(moment)
             and (key.tenant, key.name, _identity(key).credential)
             == (identity.tenant, identity.key_name, identity.credential)
-            for key in self._keys
+            for key in self._current()
         )
 
     def last_use(self) -> Mapping[tuple[str, str], float]:
         """Return when keys in the file were used last, in Unix time, by tenant and name; those never used lack."""
-        held = {(key.tenant, key.name) for key in self._keys}
+        held = {(key.tenant, key.name) for key in self._file.content}
         return {key: used for key, used in list(self._last_use.items()) if key in held}
 
     def _check_expiry(self, key: ApiKey) -> None:
@@ -80,32 +74,12 @@ class KeyRing:
             self._warned.add(key)
             _log.warning("API key expires soon", key=key.name, tenant=key.tenant, expires=when)
 
-    def _refresh(self) -> None:
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
-            return
-        try:
-            self._keys = read_keys(self._path)
-        except errors.InvalidArgument as error:
-            # The stamp stays, so that the next call reads again: the file may be whole and the reading have failed.
-            failure = stamp, str(error)
-            if failure != self._logged:
-                self._logged = failure
-                _log.error("keys file is unusable; the previous keys stay valid", error=str(error))
-        else:
-            self._stamp, self._logged = stamp, None
-            self._warned.intersection_update(self._keys)
-            _log.info("keys file reloaded", keys=len(self._keys))
+    def _current(self) -> tuple[ApiKey, ...]:
+        """Return the keys that the file has now."""
+        if self._file.refresh():
+            self._warned.intersection_update(self._file.content)
+        return self._file.content
 
 
 def _identity(key: ApiKey) -> Identity:
     return Identity(key.tenant, key.name, hash_token(f"credential of {key.sha256}")[:32])
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    # The time of change also moves with mode and owner, and nobody can set it back.
-    return status.st_ctime_ns, status.st_mtime_ns, status.st_size, status.st_ino

@@ -21,13 +21,14 @@ import grpc
 from structlog.contextvars import get_contextvars
 
 from gateway.served_base import ServedBase, ask_base, common_base
+from gateway.tenants import Tenants
 from paceline import errors, tracing
 from paceline.gateway.v1 import gateway_service_pb2
 from paceline.log import get_logger
 from paceline.metrics.v1 import metrics_service_pb2
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.channel import TlsFiles, open_channel
-from paceline.rpc.identity import API_KEY_KEY, REQUEST_ID_KEY, ROUTE_KEY, current_identity, peer_metadata
+from paceline.rpc.identity import API_KEY_KEY, REQUEST_ID_KEY, ROUTE_KEY, current_identity
 from paceline.rpc.readers import current_reader
 from paceline.rpc.status import DETAILS_KEY, error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2
@@ -88,11 +89,10 @@ RouteKey = tuple[str, str]
 class Proxy(grpc.GenericRpcHandler):
     """Handles every method of Paceline's services that has no other handler."""
 
-    def __init__(self, router: Router, credential: str, waiting_bytes: WaitingBytes) -> None:
-        """`credential` authenticates the gateway to the services; empty if they run insecurely."""
+    def __init__(self, router: Router, tenants: Tenants, waiting_bytes: WaitingBytes) -> None:
         self._waiting_bytes = waiting_bytes
         self._router = router
-        self._credential = credential
+        self._tenants = tenants
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         method = handler_call_details.method
@@ -161,7 +161,7 @@ class Proxy(grpc.GenericRpcHandler):
         if tracing.is_on():
             metadata = [pair for pair in metadata if pair[0] != tracing.TRACEPARENT_KEY]
             metadata += tracing.metadata()
-        metadata += peer_metadata(self._credential, tenant)
+        metadata += self._tenants.metadata(tenant)
         if request_id := get_contextvars().get("request_id"):
             metadata.append((REQUEST_ID_KEY, request_id))
         if route is not None:

@@ -18,6 +18,7 @@ from gateway.metrics import CallMetrics, KeyMetrics, SamplerMetrics, add_http_me
 from gateway.proxy import SERVICES, Proxy, Router, Upstream
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
 from paceline.extras import needing
 from paceline.gateway.v1.gateway_service_pb2_grpc import add_GatewayServiceServicer_to_server
 from paceline.requests.waiting_bytes import CALLS, WaitingBytes
@@ -45,10 +46,14 @@ class GatewayService:
         self._settings = settings
         self._registry = CollectorRegistry() if registry is None else registry
         self._authenticators = _authenticators(settings)
+        self._tenants = Tenants(settings.tenants_file, settings.secret)
+        limits = self._tenants.limits
         self._queue = FairQueue(
-            settings.max_in_flight, settings.max_in_flight_per_tenant, settings.max_queued_per_tenant
+            settings.max_in_flight, settings.max_in_flight_per_tenant, settings.max_queued_per_tenant, limits
         )
-        self._waiting_bytes = WaitingBytes(settings.max_bytes_in_flight, settings.max_bytes_in_flight_per_tenant, CALLS)
+        self._waiting_bytes = WaitingBytes(
+            settings.max_bytes_in_flight, settings.max_bytes_in_flight_per_tenant, CALLS, limits
+        )
         self._upstreams: list[Upstream] = []
         self._edge: HttpEdge | None = None
 
@@ -60,7 +65,7 @@ class GatewayService:
         named = [("trainer", settings.trainer), *(("sampler", target) for target in settings.samplers)]
         self._upstreams = [Upstream(name, target, settings.upstream_tls, settings.secret) for name, target in named]
         self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
-        self._deployment = Deployment(self._router, self._waiting_bytes, settings)
+        self._deployment = Deployment(self._router, self._tenants, self._queue, self._waiting_bytes, settings)
         SamplerMetrics(self._router, self._registry)
         CallMetrics(self._router, self._queue, self._registry)
         for keys in self._authenticators:
@@ -74,7 +79,7 @@ class GatewayService:
         if settings.http_listen:
             with needing("http", "http_listen"):
                 from gateway.http.edge import HttpEdge  # noqa: PLC0415 - without HTTP its libraries are not needed
-            services = Services(self._router, settings.secret, self._queue, self._waiting_bytes)
+            services = Services(self._router, self._tenants, self._queue, self._waiting_bytes)
             edge = self._edge = HttpEdge(
                 settings, self._authenticators, services, self._deployment, self._waiting_bytes, self._registry
             )
@@ -83,7 +88,7 @@ class GatewayService:
 
     def register(self, server: grpc.aio.Server) -> None:
         add_GatewayServiceServicer_to_server(GatewayServicer(self._deployment), server)
-        server.add_generic_rpc_handlers([Proxy(self._router, self._settings.secret, self._waiting_bytes)])
+        server.add_generic_rpc_handlers([Proxy(self._router, self._tenants, self._waiting_bytes)])
 
     def drain(self) -> None:
         """Do nothing: queued calls proceed as the calls before them end."""

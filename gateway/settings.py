@@ -37,6 +37,8 @@ class GatewaySettings(PeerSettings, UpstreamTls):
     """Run without API keys or a credential: every caller that reaches the port is admitted as tenant "default"."""
     keys_file: Path | None = None
     """JSON file of API keys, made by `paceline keys add`; changes take effect without a restart."""
+    tenants_file: Path | None = None
+    """JSON file of limits of single tenants, made by `paceline keys quota`; changes take effect without a restart."""
     jwt_public_key_file: Path | None = None
     """PEM public key; if set, a JSON Web Token signed with it is accepted in place of an API key."""
     jwt_algorithm: Literal["RS256", "ES256", "EdDSA"] = "RS256"

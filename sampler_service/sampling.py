@@ -60,11 +60,11 @@ class Sampler:
         queue: TenantQueue,
         metrics: SamplerMetrics,
         check_agreement: Callable[[ModelRef, str], None],
-        max_versions: int,
+        max_versions: Callable[[str], int],
     ) -> None:
         """`check_agreement` raises if the weights' results disagree with the trainer's.
 
-        `max_versions` is the number of versions that a tenant may have loaded if it is the only one.
+        `max_versions` returns how many versions a tenant may have loaded if it is the only one.
         """
         self._engine = engine
         self._registry = registry
@@ -156,7 +156,7 @@ class Sampler:
 
     def quotas(self, tenant: str) -> Sequence[Quota]:
         """Return a tenant's quotas. They are enforced where usage is counted."""
-        return (*self._admission.used(tenant), Quota("versions", self._loaded()[tenant], self._max_versions))
+        return (*self._admission.used(tenant), Quota("versions", self._loaded()[tenant], self._max_versions(tenant)))
 
     def tenants(self) -> list[str]:
         """Return the tenants that use anything; names may repeat."""

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from paceline.base_model.weight_sharing import read_base
 from paceline.layout import Volume
 from paceline.log import get_logger
+from paceline.requests.tenant_limits import HeardLimits
 from paceline.rpc.channel import open_channel
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.process_metrics import add_free_bytes
@@ -69,12 +70,13 @@ class SamplerService:
         self._engine = engine
         self._registry = registry
         self._metrics = SamplerMetrics(registry)
+        self._tenants = HeardLimits()
         self._started = AsyncExitStack()
         self._servicer: SamplerServicer
         self._draining = False
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
-        return (CredentialInterceptor(self._settings.secret),)
+        return (CredentialInterceptor(self._settings.secret, self._tenants),)
 
     async def start(self, readiness: Readiness) -> None:
         """Load the base model, then follow the trainer.
@@ -198,7 +200,11 @@ class SamplerService:
         if self._mode.serves == "models":
             return ModelSlot(engine, bridge, resolver, name, seconds, self._ready_setter(readiness), self._metrics)
         limits = RegistryLimits(
-            settings.max_loaded_versions, settings.keep_versions, seconds, settings.max_versions_per_tenant
+            settings.max_loaded_versions,
+            settings.keep_versions,
+            seconds,
+            settings.max_versions_per_tenant,
+            self._tenants,
         )
         return VersionRegistry(engine, bridge, resolver, name, limits, self._metrics, disk)
 
@@ -216,8 +222,9 @@ class SamplerService:
         settings = self._settings
         limits = RequestLimits(model, settings.max_num_samples, settings.max_topk_logprobs, settings.max_unread_tokens)
         admission = Admission(
-            ResourceLimits(settings.max_waiting, settings.max_completions_per_tenant, "max_completions_per_tenant"),
-            ResourceLimits(settings.max_waiting_tokens, settings.max_tokens_per_tenant, "max_tokens_per_tenant"),
+            ResourceLimits(settings.max_waiting, settings.max_completions_per_tenant),
+            ResourceLimits(settings.max_waiting_tokens, settings.max_tokens_per_tenant),
+            tenants=self._tenants,
         )
         queue = TenantQueue(_AHEAD * settings.max_num_seqs, first_at_once=True)
         self._metrics.completions_waiting.set_function(lambda: queue.waiting)
@@ -231,7 +238,7 @@ class SamplerService:
             queue,
             self._metrics,
             agreement.check,
-            max_versions=min(most, settings.max_versions_per_tenant or most),
+            lambda tenant: min(most, self._tenants.of(tenant, "versions", settings.max_versions_per_tenant) or most),
         )
         QuotaMetrics(self.name, sampler.tenants, sampler.quotas, self._registry)
         return SamplerServicer(settings, self._engine, model, sampler, versions, receiver, agreement)

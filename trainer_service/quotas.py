@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.requests.tenant_limits import TenantLimits
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.identity import Identity
 from paceline.types import Quota
@@ -18,8 +19,11 @@ RUNS = "runs"
 class Quotas:
     """Reports quotas. They are enforced where usage is counted."""
 
-    def __init__(self, max_runs: int, registry: RunRegistry, guard: DiskGuard, waiting: WaitingBytes) -> None:
+    def __init__(
+        self, max_runs: int, registry: RunRegistry, guard: DiskGuard, waiting: WaitingBytes, tenants: TenantLimits
+    ) -> None:
         self._max_runs = max_runs
+        self._tenants = tenants
         self._registry = registry
         self._guard = guard
         self._waiting = waiting
@@ -27,9 +31,13 @@ class Quotas:
     def of(self, tenant: str) -> Sequence[Quota]:
         """Return a tenant's quotas."""
         return (
-            Quota(RUNS, len(self._registry.owned_by(Identity(tenant))) if tenant else 0, self._max_runs),
-            Quota(disk_guard.QUOTA, self._guard.used(tenant), self._guard.limit),
-            Quota(self._waiting.quota.name, self._waiting.used(tenant), self._waiting.tenant_limit),
+            Quota(
+                RUNS,
+                len(self._registry.owned_by(Identity(tenant))) if tenant else 0,
+                self._tenants.of(tenant, RUNS, self._max_runs),
+            ),
+            Quota(disk_guard.QUOTA, self._guard.used(tenant), self._guard.limit_of(tenant)),
+            Quota(self._waiting.quota.name, self._waiting.used(tenant), self._waiting.limit_of(tenant)),
         )
 
     def run_bytes(self, run_id: str) -> int:

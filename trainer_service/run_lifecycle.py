@@ -14,6 +14,7 @@ from paceline import errors, layout
 from paceline.background import Background, uninterrupted
 from paceline.layout import CheckpointPath
 from paceline.log import get_logger
+from paceline.requests.tenant_limits import TenantLimits
 from paceline.requests.user_metadata import check_user_metadata
 from paceline.rpc.identity import Identity
 from paceline.types import LoraConfig, RunParameters
@@ -57,12 +58,14 @@ class RunLifecycle:
         publisher: Publisher,
         start_run: Callable[[RunRecord, int], None],
         recorder: Recorder,
+        tenants: TenantLimits | None = None,
     ) -> None:
-        """Let a tenant have up to `max_runs` runs.
+        """Let a tenant have up to `max_runs` runs, unless it is one of the `tenants` with a limit of their own.
 
         `start_run` starts a new run's commands, given the number of engines lost before the run's own.
         """
         self._max_runs = max_runs
+        self._tenants = TenantLimits() if tenants is None else tenants
         self._engine = engine
         self._registry = registry
         self._checkpoints = checkpoints
@@ -139,11 +142,12 @@ class RunLifecycle:
         if isinstance(parameters, LoraConfig):
             validation.check_lora(parameters, model)
         check_user_metadata(user_metadata)
-        limit = self._max_runs
-        if len(self._registry.owned_by(identity)) >= limit:
-            message = f"{limit} runs exist, as many as a tenant may have: delete one, or have the operator raise "
-            metadata = {"quota": "runs", "used": str(limit), "limit": str(limit)}
-            raise errors.TooManyRuns(message + "max_runs_per_tenant", metadata=metadata)
+        used, limit = len(self._registry.owned_by(identity)), self._tenants.of(identity.tenant, "runs", self._max_runs)
+        if limit and used >= limit:
+            remedy = f"delete one, or have the operator raise {self._tenants.raised_by(identity.tenant, 'runs')}"
+            message = f"{used} runs exist, and this tenant may have {limit}: {remedy}"
+            metadata = {"quota": "runs", "used": str(used), "limit": str(limit)}
+            raise errors.TooManyRuns(message, metadata=metadata)
 
     async def _create(
         self,

@@ -17,6 +17,7 @@ from paceline.base_model.base_weights import base_weights_sha256
 from paceline.files.folder_lock import FolderInUse, FolderLock
 from paceline.log import get_logger
 from paceline.metrics.v1.metrics_service_pb2_grpc import add_MetricsServiceServicer_to_server
+from paceline.requests.tenant_limits import HeardLimits
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.quota_metrics import QuotaMetrics
@@ -87,11 +88,14 @@ class TrainerService:
         self._volume = layout.Volume(settings.checkpoint_dir)
         self._metrics = TrainerMetrics(metrics)
         failpoints = Failpoints(settings.failpoints)
-        waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant)
-        self._guard = guard = DiskGuard(settings.min_free_bytes, self._volume, settings.max_volume_bytes_per_tenant)
+        self._tenants = tenants = HeardLimits()
+        waiting_bytes = WaitingBytes(settings.max_waiting_bytes, settings.max_waiting_bytes_per_tenant, tenants=tenants)
+        self._guard = guard = DiskGuard(
+            settings.min_free_bytes, self._volume, settings.max_volume_bytes_per_tenant, tenants
+        )
         storage = RunStorage(self._volume, settings, failpoints, waiting_bytes, guard)
         self._registry = RunRegistry(self._volume, storage, guard)
-        self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, guard, waiting_bytes)
+        self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, guard, waiting_bytes, tenants)
         QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
         self._clock = SteadyClock()
         self._checkpoints = CheckpointStore(self._volume, failpoints, guard, self._clock)
@@ -152,6 +156,7 @@ class TrainerService:
             self._publisher,
             self._recovery.start,
             self._recorder,
+            tenants,
         )
         self._calls = CallsInProgress()
         self._readiness: Readiness | None = None
@@ -166,7 +171,7 @@ class TrainerService:
 
     def interceptors(self) -> Sequence[AroundInterceptor]:
         downloads = DownloadLimit(self._settings.max_downloads_per_tenant)
-        return (CredentialInterceptor(self._settings.secret), self._calls, downloads)
+        return (CredentialInterceptor(self._settings.secret, self._tenants), self._calls, downloads)
 
     async def start(self, readiness: Readiness) -> None:
         self._readiness = readiness

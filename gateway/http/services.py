@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -15,11 +15,12 @@ from structlog.contextvars import get_contextvars
 
 from gateway.admission import FairQueue
 from gateway.proxy import SERVICES, Router, Upstream, gateway_error
+from gateway.tenants import Tenants
 from paceline import codec, errors, tracing
 from paceline.codec.commands import execute_request, may_have_arrived, reply_in
 from paceline.errors import Fate
 from paceline.requests.waiting_bytes import WaitingBytes
-from paceline.rpc.identity import REQUEST_ID_KEY, ROUTE_KEY, peer_metadata
+from paceline.rpc.identity import REQUEST_ID_KEY, ROUTE_KEY
 from paceline.rpc.status import error_from_rpc
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.trainer.v1 import trainer_service_pb2 as trainer_pb
@@ -46,7 +47,7 @@ class Services:
     """The trainer and the samplers, called within the queue and the limits of the gateway's gRPC calls."""
 
     router: Router
-    credential: str = field(repr=False)
+    tenants: Tenants
     queue: FairQueue
     waiting_bytes: WaitingBytes
 
@@ -157,7 +158,7 @@ class Services:
         """
         body, method = request.SerializeToString(), _PATHS[request.DESCRIPTOR.full_name]
         key = None if model is None or model.is_base else (tenant, str(model))
-        metadata = [*peer_metadata(self.credential, tenant), *tracing.metadata()]
+        metadata = [*self.tenants.metadata(tenant), *tracing.metadata()]
         metadata.append((REQUEST_ID_KEY, get_contextvars().get("request_id") or uuid4().hex))
         if key is not None:
             metadata.append((ROUTE_KEY, key[1]))

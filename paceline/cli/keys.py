@@ -1,7 +1,9 @@
-"""`paceline keys`: list, add, rotate, expire and remove the API keys of a gateway's keys file."""
+"""`paceline keys`: the API keys of a gateway's keys file, and the limits of their tenants."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +14,19 @@ from paceline.cli.output import AsJson, ago, say, show_json, show_table, until
 from paceline.cli.times import duration
 from paceline.files.api_keys import ApiKey, read_keys
 from paceline.files.key_changes import add_key, expire_key, remove_key, rotate_key
+from paceline.files.tenants_file import change_limits, read_tenants
+from paceline.requests.tenant_limits import SETTINGS
 
-app = typer.Typer(help="List, add, rotate, expire and remove API keys, where the keys file is.", no_args_is_help=True)
+app = typer.Typer(help="Change API keys and tenants' limits, where the gateway's files are.", no_args_is_help=True)
 
 LOCAL_KEYS = Path(".paceline/keys.json")
 """Keys file of a `paceline up` that was started in this directory."""
+
+LOCAL_TENANTS = Path(".paceline/tenants.json")
+"""Its tenants file."""
+
+_NUMBER = re.compile(r"([0-9]{1,19})([kMGT]?)")
+_TIMES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 KeysFile = Annotated[Path, typer.Option("--file", help="The gateway's keys file.")]
 KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, for logs.")]
@@ -87,6 +97,39 @@ def remove(name: KeyName, file: KeysFile = LOCAL_KEYS, as_json: AsJson = False) 
         show_json({"removed": name})
     else:
         say(f"removed {name}")
+
+
+@app.command("quota")
+def quota(
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    limits: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="LIMIT...", help="QUOTA=NUMBER, such as runs=8 or volume_bytes=50G; QUOTA- removes it."),
+    ] = None,
+    file: Annotated[Path, typer.Option("--file", help="The gateway's tenants file.")] = LOCAL_TENANTS,
+    as_json: AsJson = False,
+) -> None:
+    """Set or show a tenant's own limits; 0 means none, and those not set are the settings'."""
+    changes, removed = _read_limits(limits or ())
+    own = change_limits(file, tenant, changes, removed) if limits else read_tenants(file).get(tenant, {})
+    if as_json:
+        show_json({"tenant": tenant, "limits": own})
+        return
+    rows = [(name, own.get(name, ""), setting) for name, setting in SETTINGS.items()]
+    show_table(("quota", ">limit", "without it"), rows)
+
+
+def _read_limits(texts: Sequence[str]) -> tuple[dict[str, int], frozenset[str]]:
+    changes, removed = dict[str, int](), set[str]()
+    for text in texts:
+        name, sets, value = text.partition("=")
+        if sets and (found := _NUMBER.fullmatch(value)):
+            changes[name] = int(found[1]) * _TIMES[found[2]]
+        elif not sets and text.endswith("-"):
+            removed.add(text[:-1])
+        else:
+            raise typer.BadParameter(f"{text!r} is neither QUOTA=NUMBER, such as volume_bytes=50G, nor QUOTA-")
+    return changes, frozenset(removed)
 
 
 def _lifetime(text: str | None) -> timedelta | None:

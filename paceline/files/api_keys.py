@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -14,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.files.regular_files import NotRegularFile, read_file
-from paceline.files.secret_files import lock, write_secret
+from paceline.files.json_files import read_json, update_json
 from paceline.rpc.identity import is_tenant
 
 PREFIX = "pl-"
@@ -74,21 +71,7 @@ def in_rfc_3339(moment: datetime) -> str:
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Read a keys file. Raises InvalidArgument that names the problem."""
-    try:
-        # The gateway reads the file between calls, so a pipe must not block it. Kubernetes' secrets are links.
-        entries = json.loads(read_file(Path(os.path.realpath(path))))
-        if not isinstance(entries, list):
-            raise ValueError(f"it is a {type(entries).__name__}")
-        keys = tuple(_from_json(entry) for entry in entries)
-    except NotRegularFile as error:
-        raise errors.InvalidArgument(f"{path} cannot be read: it is no regular file", field="keys_file") from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        problem = (
-            error.strerror
-            if isinstance(error, OSError)
-            else f"not a list of name, tenant, sha256, created, expires: {error}"
-        )
-        raise errors.InvalidArgument(f"{path} cannot be read: {problem}", field="keys_file") from error
+    keys = read_json(path, "keys_file", "a list of name, tenant, sha256, created, expires", _parse)
     try:
         _check_all(keys)
     except errors.InvalidArgument as error:
@@ -104,22 +87,19 @@ def update_keys(path: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiK
     A file that does not exist has no keys, and is made with `mode`; one that stays the same is not written. Raises
     InvalidArgument if the file cannot be locked, read or written, and what `change` raises.
     """
-    try:
-        with lock(path):
-            before = read_keys(path) if path.exists() else None
-            after = tuple(change(before or ()))
-            _check_all(after)
-            if after != before:
-                write_secret(path, (json.dumps([_to_json(key) for key in after], indent=2) + "\n").encode(), mode)
-    except FileNotFoundError as error:
-        message = f"{path.parent} does not exist; make this folder, or name a file in another"
-        raise errors.InvalidArgument(message, field="keys_file") from error
-    except OSError as error:
-        raise errors.InvalidArgument(
-            f"{error.filename} cannot be written: {error.strerror}; run this as the user who owns {path}, "
-            "and see that its disk has free space",
-            field="keys_file",
-        ) from error
+
+    def checked(before: tuple[ApiKey, ...] | None) -> tuple[ApiKey, ...]:
+        after = tuple(change(before or ()))
+        _check_all(after)
+        return after
+
+    update_json(path, "keys_file", read_keys, checked, lambda keys: list(map(_to_json, keys)), mode)
+
+
+def _parse(entries: Any) -> tuple[ApiKey, ...]:
+    if not isinstance(entries, list):
+        raise ValueError(f"it is a {type(entries).__name__}")
+    return tuple(map(_from_json, entries))
 
 
 def _from_json(entry: Any) -> ApiKey:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline import errors
+from paceline.requests.tenant_limits import TenantLimits
 
 _RETRY_SECONDS = 1.0
 
@@ -18,13 +19,11 @@ class BytesQuota:
 
     name: str
     """Name of the quota."""
-    setting: str
-    """Setting that holds the limit per tenant."""
 
 
-COMMANDS = BytesQuota("waiting_bytes", "max_waiting_bytes_per_tenant")
+COMMANDS = BytesQuota("waiting_bytes")
 """Commands in the trainer, from arrival to answer."""
-CALLS = BytesQuota("call_bytes", "max_bytes_in_flight_per_tenant")
+CALLS = BytesQuota("call_bytes")
 """Calls that the gateway forwards, and large answers that are not read."""
 
 
@@ -35,13 +34,28 @@ class WaitingBytes:
     the trainer the arrays decoded from that.
     """
 
-    def __init__(self, limit: int = 0, tenant_limit: int = 0, quota: BytesQuota = COMMANDS) -> None:
-        """Set the limits in bytes, in total and per tenant; 0 means none."""
+    def __init__(
+        self,
+        limit: int = 0,
+        tenant_limit: int = 0,
+        quota: BytesQuota = COMMANDS,
+        tenants: TenantLimits | None = None,
+    ) -> None:
+        """Set the limits in bytes, in total and per tenant; 0 means none. `tenants` may have limits of their own."""
         self._limit = limit
-        self.tenant_limit = tenant_limit
+        self._tenant_limit = tenant_limit
+        self._tenants = TenantLimits() if tenants is None else tenants
         self.quota = quota
         self._by_tenant: Counter[str] = Counter()
         self._total = 0
+
+    def limit_of(self, tenant: str) -> int:
+        """Return the most bytes of a tenant that may wait; 0 means no limit."""
+        return self._tenants.of(tenant, self.quota.name, self._tenant_limit)
+
+    def raised_by(self, tenant: str) -> str:
+        """Name what an operator raises to raise a tenant's limit."""
+        return self._tenants.raised_by(tenant, self.quota.name)
 
     def used(self, tenant: str) -> int:
         """Return the number of a tenant's waiting bytes."""
@@ -53,12 +67,12 @@ class WaitingBytes:
 
     def check(self, tenant: str, size: int) -> None:
         """Raise QuotaExceeded or Overloaded, both with `retry_after`, unless `size` more bytes may wait."""
-        used = self._by_tenant[tenant]
-        if self.tenant_limit and used + size > self.tenant_limit:
+        used, limit = self._by_tenant[tenant], self.limit_of(tenant)
+        if limit and used + size > limit:
             raise errors.QuotaExceeded(
-                f"{used} bytes of this tenant's calls wait and this has {size}; at most {self.tenant_limit} may: read "
-                f"the answers, or have the operator raise {self.quota.setting}",
-                metadata={"quota": self.quota.name, "used": str(used), "limit": str(self.tenant_limit)},
+                f"{used} bytes of this tenant's calls wait and this has {size}; at most {limit} may: read "
+                f"the answers, or have the operator raise {self.raised_by(tenant)}",
+                metadata={"quota": self.quota.name, "used": str(used), "limit": str(limit)},
                 retry_after=_RETRY_SECONDS,
             )
         if self._limit and self._total + size > self._limit:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 CREDENTIAL_KEY = "x-paceline-credential"
 TENANT_KEY = "x-paceline-tenant"
+LIMITS_KEY = "x-paceline-limits"
+"""The tenant's limits that differ from the settings, as the gateway's tenants file has them."""
 REQUEST_ID_KEY = "x-request-id"
 API_KEY_KEY = "authorization"
 ROUTE_KEY = "x-paceline-route"

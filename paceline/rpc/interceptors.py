@@ -30,10 +30,12 @@ from structlog.contextvars import bound_contextvars
 from paceline import errors, tracing
 from paceline.log import get_logger
 from paceline.requests.bodies import decoded
+from paceline.requests.tenant_limits import HeardLimits
 from paceline.rpc.bounds import parse_request, request_of
 from paceline.rpc.identity import (
     CREDENTIAL_KEY,
     DEFAULT_TENANT,
+    LIMITS_KEY,
     PEER_TENANT,
     REQUEST_ID_KEY,
     TENANT_KEY,
@@ -283,8 +285,10 @@ class CredentialInterceptor(AroundInterceptor):
     default tenant.
     """
 
-    def __init__(self, credential: str) -> None:
+    def __init__(self, credential: str, limits: HeardLimits | None = None) -> None:
+        """`limits` gets the limits that the gateway gives for a call's tenant."""
         self._credential = credential.encode()
+        self._limits = limits
 
     @asynccontextmanager
     async def around(self, call: Call) -> AsyncIterator[None]:
@@ -299,4 +303,7 @@ class CredentialInterceptor(AroundInterceptor):
         if tenant not in {None, PEER_TENANT} and not is_tenant(tenant):
             raise errors.MissingCredential(f"the metadata {TENANT_KEY} is not a tenant's name; call the gateway")
         set_identity(Identity(DEFAULT_TENANT if tenant is None else tenant))
+        # A sampler that calls for a tenant sends none: it must not undo what the gateway said.
+        if self._limits is not None and tenant and (limits := call.metadata.get(LIMITS_KEY)) is not None:
+            self._limits.hear(tenant, limits)
         yield

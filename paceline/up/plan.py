@@ -86,7 +86,8 @@ class Share:
 
 _FLAGS = {"listen": "--address", "health_listen": "--address", "trainer": "--address", "samplers": "--address",
           "model": "--model", "model_name": "--model-name", "base_dir": "--bridge shared", "credential": "--state",
-          "credential_file": "--state", "keys_file": "--state", "insecure": "--state", "http_listen": "--address",
+          "credential_file": "--state", "keys_file": "--state",
+          "tenants_file": "--state", "insecure": "--state", "http_listen": "--address",
           "http_state": "--state"}  # fmt: skip
 """Settings by which the services find and trust each other, with the flag that determines each."""
 
@@ -218,6 +219,7 @@ def make_plans(options: UpOptions, state: Path, given: Mapping[str, str] | None 
         "trainer": listen["trainer"],
         "samplers": listen["sampler"],
         "keys_file": str(state / "keys.json"),
+        "tenants_file": str(state / "tenants.json"),
         "http_listen": listen["http"],
         "http_state": str(state / "http"),
         "http_tokenizer": path,

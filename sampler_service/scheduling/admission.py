@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from paceline import errors
+from paceline.requests.tenant_limits import TenantLimits
 from paceline.types import Quota
 
 _FIRST_SECONDS = 1.0
@@ -36,8 +37,6 @@ class ResourceLimits:
     """Limit in total; 0 means no limit."""
     tenant_limit: int = 0
     """Limit per tenant; 0 means only the total limit applies."""
-    setting: str = ""
-    """Name of the setting that holds the tenant's limit."""
 
 
 @dataclass(slots=True)
@@ -68,9 +67,14 @@ class Admission:
     names: Sequence[str] = ("completions", "tokens")
 
     def __init__(
-        self, completions: ResourceLimits, tokens: ResourceLimits, clock: Callable[[], float] = monotonic
+        self,
+        completions: ResourceLimits,
+        tokens: ResourceLimits,
+        clock: Callable[[], float] = monotonic,
+        tenants: TenantLimits | None = None,
     ) -> None:
-        """Set the limits; that on completions must not be 0."""
+        """Set the limits; that on completions must not be 0. `tenants` may have limits of their own."""
+        self._of_tenants = TenantLimits() if tenants is None else tenants
         self._limits = (completions, tokens)
         self._clock = clock
         self._in_flight = [0, 0]
@@ -93,7 +97,7 @@ class Admission:
             for amount, limits in zip((usage.completions, usage.tokens), self._limits, strict=True)
         ]
         for index, amount in enumerate(amounts):
-            self._check(index, mine, amount, running if index == 0 else 0)
+            self._check(index, tenant, amount, running if index == 0 else 0)
         self._count(mine, amounts, 1)
         began = self._clock()
         try:
@@ -106,7 +110,7 @@ class Admission:
         """Return what a tenant has in flight, and its limits."""
         mine = self._tenants.get(tenant, _Tenant())
         return [
-            Quota(name, used, _smaller(limits.limit, limits.tenant_limit))
+            Quota(name, used, _smaller(limits.limit, self._of_tenants.of(tenant, name, limits.tenant_limit)))
             for name, used, limits in zip(self.names, mine.in_flight, self._limits, strict=True)
         ]
 
@@ -114,14 +118,16 @@ class Admission:
         """Return the tenants that have something in flight."""
         return [name for name, tenant in self._tenants.items() if tenant.is_active]
 
-    def _check(self, index: int, mine: _Tenant, amount: int, running: int) -> None:
+    def _check(self, index: int, tenant: str, amount: int, running: int) -> None:
+        mine = self._tenants[tenant]
         limits, name, used = self._limits[index], self.names[index], mine.in_flight[index]
-        if limits.tenant_limit and used and used + amount > limits.tenant_limit:
+        own = self._of_tenants.of(tenant, name, limits.tenant_limit)
+        if own and used and used + amount > own:
             raise errors.QuotaExceeded(
-                f"{used} {name} of this tenant are in flight and this takes {amount}; at most {limits.tenant_limit} "
-                f"may be: send less at the same time, or have the operator raise {limits.setting}",
-                metadata={"quota": name, "used": str(used), "limit": str(limits.tenant_limit)},
-                retry_after=self._seconds_to_wait(mine, amount / limits.tenant_limit),
+                f"{used} {name} of this tenant are in flight and this takes {amount}; at most {own} may be: send less "
+                f"at the same time, or have the operator raise {self._of_tenants.raised_by(tenant, name)}",
+                metadata={"quota": name, "used": str(used), "limit": str(own)},
+                retry_after=self._seconds_to_wait(mine, amount / own),
             )
         busy = max(self._in_flight[index], running)
         if not limits.limit or busy + amount <= limits.limit:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline import errors
+from paceline.requests.tenant_limits import TenantLimits
 from paceline.rpc.identity import PEER_TENANT
 from sampler_service.stores.version import FINDABLE, IN_ENGINE, UNLOADING, Version, VersionState, VersionTable
 
@@ -24,6 +25,12 @@ class RegistryLimits:
     fetch_timeout_seconds: float
     max_per_tenant: int = 0
     """Most versions of one tenant in the engine, even if it is the only tenant; 0 means `max_loaded`."""
+    tenants: TenantLimits = field(default_factory=TenantLimits)
+    """Tenants that have such a limit of their own."""
+
+    def of_tenant(self, tenant: str) -> int:
+        """Return the most versions of a tenant in the engine; 0 means `max_loaded`."""
+        return self.tenants.of(tenant, "versions", self.max_per_tenant)
 
 
 class Places:
@@ -47,7 +54,8 @@ class Places:
 
     def is_at_limit(self, tenant: str) -> bool:
         """Return whether a tenant has reached its own limit, which applies even if it is the only tenant."""
-        return bool(self._limits.max_per_tenant) and self._counts()[tenant] >= self._limits.max_per_tenant
+        limit = self._limits.of_tenant(tenant)
+        return bool(limit) and self._counts()[tenant] >= limit
 
     def superfluous(self, tenant: str) -> Version | None:
         """Return the version to evict for one of this tenant. Tenants within their share lose none to other tenants."""
@@ -77,8 +85,8 @@ class Places:
         if self.is_at_limit(tenant):
             return errors.QuotaExceeded(
                 f"all {used} versions that this tenant may have loaded are in use: wait for their requests to end, or "
-                f"have the operator raise max_versions_per_tenant",
-                metadata={"quota": "versions", "used": str(used), "limit": str(self._limits.max_per_tenant)},
+                f"have the operator raise {self._limits.tenants.raised_by(tenant, 'versions')}",
+                metadata={"quota": "versions", "used": str(used), "limit": str(self._limits.of_tenant(tenant))},
                 retry_after=_RETRY_SECONDS,
             )
         message = f"all {self._limits.max_loaded} versions that fit are in use; try again"

@@ -61,6 +61,7 @@ async def test_who_am_i(up):
     reply = await up.client.gateway.WhoAmI(pb.WhoAmIRequest(), metadata=up.auth)
     assert (reply.tenant, reply.key_name) == ("team-a", "laptop")
     assert [(quota.name, quota.used, quota.limit) for quota in reply.quotas] == [
+        ("calls", 1, 1024),
         ("call_bytes", 0, 1 << 30),
         ("runs", 6, 64),
         ("versions", 1, 16),

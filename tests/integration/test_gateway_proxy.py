@@ -15,6 +15,7 @@ from support.ports import free_port
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, bearer, gateway, serving
 
 from gateway.proxy import Proxy, Router, Upstream
+from gateway.tenants import Tenants
 from paceline import errors
 from paceline.files.key_changes import add_key
 from paceline.requests.waiting_bytes import WaitingBytes
@@ -65,7 +66,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a proxy in front of `Echo`."""
     async with _serve(Echo()) as target:
         upstream = Upstream("trainer", target, None)
-        proxy = Proxy(Router(upstream, [], 0), "", WaitingBytes())
+        proxy = Proxy(Router(upstream, [], 0), Tenants(), WaitingBytes())
         async with (
             _serve(proxy, CredentialInterceptor("")) as address,
             grpc.aio.insecure_channel(address, options=_OPTIONS) as opened,

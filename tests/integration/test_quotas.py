@@ -13,6 +13,7 @@ from support.stacks.cluster import Cluster
 import paceline
 from paceline import Datum, ModelRef, SamplingParams, errors
 from paceline.files.key_changes import add_key
+from paceline.files.tenants_file import change_limits
 
 pytestmark = pytest.mark.services
 
@@ -103,9 +104,54 @@ def test_runs_are_counted_and_the_refusal_names_the_quota(service, other):
         service.delete_run(run_id, delete_checkpoints=True)
 
 
+def test_a_tenant_has_limits_of_its_own_from_its_next_call_on(cluster, service, other, other_key):
+    own = {
+        "runs": 1,
+        "volume_bytes": 0,
+        "waiting_bytes": 5000,
+        "calls": 7,
+        "completions": 3,
+        "tokens": 50,
+        "versions": 2,
+    }
+    tenants = cluster.state / "tenants.json"
+    change_limits(tenants, "bartali", own)
+    run = other.create_lora_training_client(rank=1).run_id
+    with pytest.raises(errors.TooManyRuns, match="this tenant's limit `runs`") as refused:
+        other.create_lora_training_client(rank=1)
+    assert refused.value.metadata == {"quota": "runs", "used": "1", "limit": "1"}
+    assert {name: quota.limit for name, quota in quotas(other).items() if name in own} == own
+    assert quotas(service)["runs"].limit == 2
+    with pytest.raises(errors.QuotaExceeded, match="this tenant's limit `tokens`"):
+        _sample_at_once(cluster, other_key, 8)
+    change_limits(tenants, "bartali", {}, frozenset(own))
+    second = other.create_lora_training_client(rank=1).run_id
+    assert quotas(other)["runs"].limit == 2
+    for run_id in (run, second):
+        other.delete_run(run_id, delete_checkpoints=True)
+
+
+def _sample_at_once(cluster, key, number):
+    """Sample as often at the same time; raise the first refusal, instead of trying again."""
+    with paceline.ServiceClient(cluster.address, key, retry=paceline.RetryPolicy(budget=0)) as service:
+        sampling = service.create_sampling_client(base_model=ModelRef().base)
+        futures = [sampling.sample(PROMPT, sampling_params=SamplingParams(max_tokens=100)) for _ in range(number)]
+        for future in futures:
+            future.result()
+
+
 def test_whoami_lists_all_quotas_of_all_services(service):
     shown = quotas(service)
-    assert list(shown) == ["call_bytes", "runs", "volume_bytes", "waiting_bytes", "completions", "tokens", "versions"]
+    assert list(shown) == [
+        "calls",
+        "call_bytes",
+        "runs",
+        "volume_bytes",
+        "waiting_bytes",
+        "completions",
+        "tokens",
+        "versions",
+    ]
     assert (shown["completions"].limit, shown["tokens"].limit, shown["versions"].limit) == (16, 100_000, 16)
     assert shown["waiting_bytes"].used == shown["completions"].used == shown["tokens"].used == 0
 

@@ -95,7 +95,7 @@ def test_people_reach_the_services_with_their_keys_over_tls(changed, environment
                 runner.run(block)
         said = capsys.readouterr().out
     assert said.startswith("vision ada\n")
-    assert "runs 0 of 16\n" in said
+    assert "runs 0 of 32\n" in said
     assert (tmp_path / "etc" / "keys.json").stat().st_mode & 0o777 == 0o600
 
 

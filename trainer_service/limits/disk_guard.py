@@ -22,6 +22,7 @@ from typing import Self
 
 from paceline import errors, layout
 from paceline.log import get_logger
+from paceline.requests.tenant_limits import TenantLimits
 from trainer_service.volume_files import tenant_of
 
 _log = get_logger(__name__)
@@ -57,12 +58,18 @@ class DiskGuard:
     """Refuses work for which the checkpoint volume, or its tenant's share of it, is too full. Thread-safe."""
 
     def __init__(
-        self, min_free_bytes: int = 0, volume: layout.Volume | None = None, tenant_limit: int | None = 0
+        self,
+        min_free_bytes: int = 0,
+        volume: layout.Volume | None = None,
+        tenant_limit: int | None = 0,
+        tenants: TenantLimits | None = None,
     ) -> None:
         """Keep `min_free_bytes` free. Without `volume`, tenants' bytes are not counted.
 
         `tenant_limit` is the most bytes that a tenant may have: None means half of the volume's capacity, 0 no limit.
+        `tenants` may have limits of their own.
         """
+        self._tenants = TenantLimits() if tenants is None else tenants
         self.limit = tenant_limit or 0
         self._is_half = tenant_limit is None
         self._min_free_bytes = min_free_bytes
@@ -87,14 +94,18 @@ class DiskGuard:
 
     def check_quota(self, tenant: str, size: int) -> None:
         """Raise QuotaExceeded unless a tenant may have `size` more bytes."""
-        used = self._by_tenant[tenant]
-        if self.limit and used + size > self.limit:
+        used, limit = self._by_tenant[tenant], self.limit_of(tenant)
+        if limit and used + size > limit:
             raise errors.QuotaExceeded(
                 f"this tenant has {used} bytes on the checkpoint volume and this needs up to {size}; at most "
-                f"{self.limit} are allowed: delete checkpoints or runs, set a TTL on checkpoints, or have the operator "
-                f"raise max_volume_bytes_per_tenant",
-                metadata={"quota": QUOTA, "used": str(used), "limit": str(self.limit), "needed": str(size)},
+                f"{limit} are allowed: delete checkpoints or runs, set a TTL on checkpoints, or have the operator "
+                f"raise {self._tenants.raised_by(tenant, QUOTA)}",
+                metadata={"quota": QUOTA, "used": str(used), "limit": str(limit), "needed": str(size)},
             )
+
+    def limit_of(self, tenant: str) -> int:
+        """Return the most bytes that a tenant may have; 0 means no limit."""
+        return self._tenants.of(tenant, QUOTA, self.limit)
 
     def reserve(self, tenant: str, size: int, replaced: Path | None = None) -> Reservation:
         """Reserve `size` bytes for what is to be written, in place of `replaced` if given. Raises QuotaExceeded."""

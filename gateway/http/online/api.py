@@ -119,10 +119,11 @@ class OnlineApi:
             nonlocal reserved
             self.store.check_waiting(tenant, self._rendered.used(tenant) + size)
             calls = self._services.waiting_bytes
-            if calls.tenant_limit and reserved + size > calls.tenant_limit:  # waiting would not help
+            limit = calls.limit_of(tenant)
+            if limit and reserved + size > limit:  # waiting would not help
                 raise errors.MessageTooLarge(
-                    f"renders to more than the {calls.tenant_limit} bytes that may wait: post fewer at a time, or have "
-                    f"the operator raise {calls.quota.setting}",
+                    f"renders to more than the {limit} bytes that may wait: post fewer at a time, or have "
+                    f"the operator raise {calls.raised_by(tenant)}",
                     field="conversations",
                 )
             calls.check(tenant, size)

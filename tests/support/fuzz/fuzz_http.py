@@ -20,6 +20,7 @@ from gateway.http.apis import HttpApis
 from gateway.http.services import Services
 from gateway.proxy import Router, Upstream
 from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
 from paceline.requests.waiting_bytes import WaitingBytes
 from support.fuzz.valid_http import BATCHES, FORWARD_BACKWARD, MESSAGES, MORE, HttpOwned, valid_bodies
 
@@ -92,9 +93,9 @@ async def http_routes() -> list[HttpRoute]:
     """Return every route that the gateway serves, except those that wait."""
     with TemporaryDirectory() as state:
         trainer, waiting_bytes = Upstream("trainer", "localhost:1", None), WaitingBytes()
-        services = Services(Router(trainer, [], 0), "", FairQueue(1, 1, 1), waiting_bytes)
+        services = Services(Router(trainer, [], 0), Tenants(), FairQueue(1, 1, 1), waiting_bytes)
         settings = GatewaySettings(http_state=Path(state), insecure=True)
-        deployment = Deployment(services.router, waiting_bytes, settings)
+        deployment = Deployment(services.router, services.tenants, services.queue, waiting_bytes, settings)
         apis = HttpApis(settings, (), services, deployment, waiting_bytes)
         await apis.stop()
         await trainer.close()

@@ -61,7 +61,9 @@ async def engine():
 async def sampler(engine):
     limits, metrics = RequestLimits(MODEL, 4, 5, 100), SamplerMetrics(CollectorRegistry())
     admission = Admission(ResourceLimits(100), ResourceLimits(10_000))
-    return Sampler(engine, Weights(), limits, admission, TenantQueue(1), metrics, lambda ref, tenant: None, 1)
+    return Sampler(
+        engine, Weights(), limits, admission, TenantQueue(1), metrics, lambda ref, tenant: None, lambda tenant: 1
+    )
 
 
 def ask(**params):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gateway.http.services import Services
+from gateway.tenants import Tenants
 from paceline import errors
 from paceline.types import ModelRef, SamplingParams
 
@@ -19,7 +20,7 @@ from paceline.types import ModelRef, SamplingParams
     ],
 )
 async def test_a_number_that_its_field_cannot_hold_is_refused_before_the_call(params, options, field):
-    services = Services(None, "", None, None)
+    services = Services(None, Tenants(), None, None)
     with pytest.raises(errors.OutOfRange) as caught:
         await services.sample("tenant", ModelRef(), np.array([1], np.int32), params, seconds=1, **options)
     assert caught.value.field == field

@@ -202,9 +202,7 @@ def test_a_request_larger_than_everything_takes_all_and_is_not_refused_for_ever(
 
 
 def test_a_tenants_own_limit_holds_for_one_that_is_alone_too_and_says_which_it_is(clock):
-    admission = Admission(
-        ResourceLimits(64, 4, "max_completions_per_tenant"), ResourceLimits(0, 100, "max_tokens_per_tenant"), clock
-    )
+    admission = Admission(ResourceLimits(64, 4), ResourceLimits(0, 100), clock)
     with enter(admission, 3, tokens=60):
         for demand, quota, used, limit in (((2, 1), "completions", "3", "4"), ((1, 41), "tokens", "60", "100")):
             with pytest.raises(QuotaExceeded) as failure, enter(admission, demand[0], tokens=demand[1]):

@@ -10,6 +10,7 @@ from gateway.http.tinker.app import TinkerApi
 from gateway.http.tinker.futures import Posted
 from gateway.http.tinker.store import Model
 from gateway.settings import GatewaySettings
+from gateway.tenants import Tenants
 from paceline import errors
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.tinker.v1 import tinker_pb2
@@ -29,7 +30,7 @@ class Router:
 
 async def test_work_does_not_wait_for_bytes_that_it_counts_itself(tmp_path):
     waiting = WaitingBytes(tenant_limit=LIMIT)
-    services = Services(Router(), "", FairQueue(8, 8, 8), waiting)
+    services = Services(Router(), Tenants(), FairQueue(8, 8, 8), waiting)
     api = TinkerApi(services, waiting, GatewaySettings(insecure=True, http_state=tmp_path))
     await api.store.add_model(Model("m", "tenant", "s", "run-1", "base", 1, 0.0, 0.0, {}, {}))
     waiting.add("tenant", LIMIT)
