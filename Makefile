@@ -6,7 +6,7 @@ GPU_PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help proto demo up test test-clients test-install test-page test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts client-faults fuzz images clean
+.PHONY: help proto demo up docs test test-clients test-install test-page test-avx2 wheels-gpu test-gpu verify fix bench-parity bench-optimizers bench-paging bench-train bench-runs bench-publish bench-soak bench-stream bench-sample bench-versions bench-overload bench-journal bench-saves bench-shared bench-http models chaos power-cuts client-faults fuzz images clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -15,6 +15,9 @@ $(VENV)/.installed: requirements/cpu.txt requirements/dev.txt requirements/trl.t
 	@scripts/install.sh $(VENV) $(PYTHON)
 
 $(VENV)/trl: requirements/bench.txt requirements/trl.txt $(VENV)/.installed
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -r $< && touch $@
+
+$(VENV)/docs: requirements/docs.txt $(VENV)/.installed
 	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -r $< && touch $@
 
 proto: $(VENV)/.installed ## Generate the typed gRPC stubs and a deployment's secrets
@@ -52,6 +55,9 @@ verify: proto ## Check style, types, layers and contracts
 
 fix: proto ## Fix style where a tool can
 	@$(RUN)/ruff check --fix -q . ; $(RUN)/ruff format -q .
+
+docs: proto $(VENV)/docs ## Build the documentation as a site, in build/site
+	@PYTHONPATH=$(VENV)/docs $(RUN)/python scripts/docs_site.py
 
 bench-parity: proto ## Compare log-probabilities of trainer and sampler, beside stock transformers and vLLM
 	@OMP_NUM_THREADS=1 $(RUN)/python -m bench.parity
