@@ -15,6 +15,7 @@ from paceline.cli.dataclass_options import ManyValues, command_of, keyword
 from paceline.cli.output import CommandFailed
 from paceline.extras import MissingExtra
 from paceline.recipes.dpo import DpoOptions, dpo
+from paceline.recipes.rl import RlOptions, rl
 from paceline.recipes.sft import SftOptions, sft
 
 
@@ -22,6 +23,7 @@ def add_to(app: typer.Typer, panel: str) -> None:
     """Add the commands."""
     _add(app, panel, "sft", SftOptions, sft, "Train on a file of conversations, or of prompts and completions.")
     _add(app, panel, "dpo", DpoOptions, dpo, "Train on pairs of a chosen and a rejected answer.")
+    _add(app, panel, "rl", RlOptions, rl, "Train by reinforcement on the prompts and the reward of a Python file.")
 
 
 def _add(

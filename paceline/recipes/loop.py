@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -102,7 +103,7 @@ class Loop:
         values = {f"eval/{name}": value for name, value in evaluate().items()}
         self.training.log(values, done).result()
         log(done, values)
-        self.console.print(f"after step {done}: {in_words(values)}", highlight=False)
+        self.console.print(f"after step {done}: {in_words(values)}", highlight=False, soft_wrap=True)
 
     def _finish(self) -> None:
         """Save the weights, publish them, and say what to do with them."""
@@ -131,9 +132,11 @@ class Loop:
             bar = progress.add_task("", total=self.total, completed=self.training.get_info().step, values="")
 
             def show(done: int, values: Mapping[str, float]) -> None:
-                progress.update(bar, completed=done, values=in_words(values))
+                progress.update(bar, completed=done, values=in_words(dict(islice(values.items(), 2))))
                 if not self.console.is_terminal:
-                    self.console.print(f"step {done} of {self.total}: {in_words(values)}", highlight=False)
+                    self.console.print(
+                        f"step {done} of {self.total}: {in_words(values)}", highlight=False, soft_wrap=True
+                    )
 
             yield show
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from support.models.tiny_models import make_tiny_llama
 from support.stacks.cluster import Cluster, wait_for
@@ -202,3 +203,96 @@ def test_bad_pairs_are_named_by_their_lines(service, tmp_path, row, field):
     good = {"prompt": "x", "chosen": "y", "rejected": "z"}
     assert f"pairs.jsonl:2: {field}" in told("dpo", write(tmp_path / "pairs.jsonl", [good, row]), status=1)
     assert not service.list_runs()
+
+
+TASK = '''
+PROMPTS = [{"prompt": f"number {number}:", "wanted": 1} for number in range(20)]
+STOP = "\\n"
+
+
+def EVAL():
+    return ["number 30:", [{"role": "user", "content": "31"}]]
+
+
+def reward(prompt, completion):
+    """Of a random model's completions half get 1."""
+    assert prompt in PROMPTS + EVAL()
+    return sum(completion.encode()) % 2
+'''
+
+
+@pytest.fixture
+def task(tmp_path):
+    path = tmp_path / "parity.py"
+    path.write_text(TASK)
+    return path
+
+
+RL = ["--batch", 2, "--group", 4, "--rank", 4, "--max-tokens", 4]
+
+
+def test_rl_trains_on_a_task_and_keeps_its_rollouts(service, task):
+    out = told("rl", task, *RL, "--steps", 3, "--eval-every", 2, "--learning-rate", 1e-3, "--log", "jsonl:log.jsonl")
+    assert "20 prompts, 2 held out, 3 steps" in out
+    (run,) = service.list_runs()
+    assert run.step == 3
+    assert service.get_run(run.run_id).user_metadata["name"] == "rl parity"
+    rollouts = service.rollouts(run.run_id, 3)
+    assert len(rollouts) >= 8
+    assert {row.rollout.reward for row in rollouts} == {0.0, 1.0}
+    assert all(row.rollout.reward == sum(row.rollout.completion.encode()) % 2 for row in rollouts)
+    curves = service.metrics(run.run_id)
+    assert curves["reward"][-1] == pytest.approx(sum(row.rollout.reward for row in rollouts) / len(rollouts))
+    evaluated = ~np.isnan(curves["eval/reward"])
+    assert curves.steps[evaluated].tolist() == [0, 2, 3]
+    assert all("\n" not in row.rollout.completion for row in rollouts)
+
+
+def test_rl_learns_to_give_what_is_rewarded(service, task):
+    task.write_text(
+        TASK.replace("% 2", "% 2 or 0.01 * len(completion)").replace('["number 30:"', '[*PROMPTS, "number 30:"')
+    )
+    told("rl", task, *RL, "--steps", 20, "--eval-every", 100, "--learning-rate", 1e-2)
+    (run,) = service.list_runs()
+    rewards = service.metrics(run.run_id, ["reward"])["reward"]
+    assert rewards[-5:].mean() > rewards[:5].mean() + 0.2
+
+
+def test_rl_ends_when_nothing_is_left_to_learn(service, task):
+    task.write_text(TASK.replace("return sum(completion.encode()) % 2", "return 1"))
+    assert "nothing is left to learn" in told("rl", task, *RL, "--steps", 3)
+    (run,) = service.list_runs()
+    assert run.step == 0
+
+
+def test_rl_that_was_killed_goes_on_as_if_nothing_had_been(service, task):
+    killed_and_resumed(service, "rl", task, *RL, "--batch", 1, "--steps", 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("PROMPTS = ['x']", "has no function reward"),
+        ("def reward(prompt, completion): return 0", "has no PROMPTS"),
+        ("PROMPTS = [3]\ndef reward(prompt, completion): return 0", r"PROMPTS[0] is neither"),
+        ("PROMPTS = [{'prompt': ''}]\ndef reward(prompt, completion): return 0", r"PROMPTS[0] is empty"),
+    ],
+)
+def test_a_file_that_is_no_task_is_refused_before_anything_is_trained(service, task, text, said):
+    task.write_text(text)
+    assert said in told("rl", task, status=1)
+    assert not service.list_runs()
+
+
+def test_a_reward_that_is_no_number_ends_with_a_sentence(task):
+    task.write_text(TASK.replace("% 2", "and None"))
+    assert "reward returned None" in told("rl", task, *RL, status=1)
+
+
+def test_a_system_message_makes_messages_of_texts(service, task):
+    task.write_text(TASK + 'SYSTEM = "Be short."\n')
+    told("rl", task, *RL, "--steps", 1)
+    (run,) = service.list_runs()
+    prompt = service.rollouts(run.run_id)[0].rollout.prompt
+    assert prompt.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nnumber ")
+    assert prompt.endswith("<|im_start|>assistant\n")

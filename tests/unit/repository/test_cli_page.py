@@ -47,7 +47,9 @@ def test_a_command_is_listed_with_its_arguments_and_options(name):
     assert said == command.help.splitlines()[0].strip()
 
 
-@pytest.mark.parametrize("name", COMMANDS.keys() - {"up", "doctor", "logs", "chat", "trace", "sft", "dpo", "atropos"})
+@pytest.mark.parametrize(
+    "name", COMMANDS.keys() - {"up", "doctor", "logs", "chat", "trace", "sft", "dpo", "rl", "atropos"}
+)
 def test_a_command_that_prints_data_has_the_options_that_all_have(name):
     needed = {"--file", "--json"} if name.startswith("keys ") else COMMON
     assert {option for each in COMMANDS[name].params for option in each.opts} >= needed
