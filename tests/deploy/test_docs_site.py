@@ -54,7 +54,13 @@ def test_the_site_has_every_page_and_asks_no_other_host(site: Path) -> None:
 
 @needs_packages
 def test_the_reference_has_the_docstrings_of_the_client_and_the_comments_of_the_contracts(site: Path) -> None:
-    assert "paceline.TrainingClient.forward_backward" in (site / "reference" / "clients.html").read_text()
+    clients = (site / "reference" / "clients.html").read_text()
+    for name in (
+        "TrainingClient.forward_backward",
+        "ServiceClient.list_runs",
+        "ServiceClient.create_lora_training_client",
+    ):
+        assert f'id="paceline.{name}"' in clients
     assert "PublishWeights" in (site / "reference" / "grpc" / "trainer.html").read_text()
 
 
