@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from paceline.types import ModelInfo
 from paceline.weights.v1.weight_service_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
+from sampler_service.metrics import SamplerMetrics
 from sampler_service.transports.trainer_link import TrainerLink
 from sampler_service.watcher import VersionWatcher
 
@@ -54,7 +56,8 @@ class _LosingWatch:
 
 def _watcher(link):
     registry = SimpleNamespace(listeners=SimpleNamespace(loaded=[], released=[]), held=list)
-    parts = (link, registry, SimpleNamespace(), "sampler", MODEL, SimpleNamespace(), SimpleNamespace())
+    metrics = SamplerMetrics(CollectorRegistry())
+    parts = (link, registry, SimpleNamespace(), "sampler", MODEL, SimpleNamespace(), metrics)
     return VersionWatcher(*parts, serves="adapters", needs_volume=False, offers=None, group=None)
 
 
