@@ -43,6 +43,7 @@ from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.service_metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
+from trainer_service.usage import UsageLedger
 
 _Method = Callable[[RunRecord, Command, Any, CommandProgress], Awaitable[Outcome]]
 _log = get_logger(__name__)
@@ -324,8 +325,10 @@ class RunExecutor:
         foreground: Foreground,
         metrics: TrainerMetrics,
         recorder: Recorder,
+        usage: UsageLedger,
     ) -> None:
         self.counters = run.counters
+        self._usage = usage
         self._metrics = metrics
         self._recorder = recorder
         self._foreground = foreground
@@ -363,6 +366,8 @@ class RunExecutor:
             self._seconds += end - start
             self._run.unsaved_seconds += end - start
             self._metrics.executed(command.method, end - start)
+        if isinstance(outcome.answer, pb.ForwardBackwardResponse):
+            self._usage.passed(self._run, command.seq_id, outcome.answer)
         self._recorder.executed(self._run, outcome, Turn(command.seq_id, step, start, end))
         return outcome
 

@@ -39,6 +39,7 @@ from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage, StoredCommands
 from trainer_service.service_metrics import TrainerMetrics
+from trainer_service.usage import UsageLedger
 
 _log = get_logger(__name__)
 
@@ -71,7 +72,9 @@ class Recovery:
         registry: RunRegistry,
         metrics: TrainerMetrics,
         recorder: Recorder,
+        usage: UsageLedger,
     ) -> None:
+        self._usage = usage
         self._engine = engine
         self._recorder = recorder
         self._storage = storage
@@ -110,6 +113,7 @@ class Recovery:
             self._foreground,
             self._metrics,
             self._recorder,
+            self._usage,
         )
 
     def ask(self, run: RunRecord) -> None:

@@ -61,6 +61,7 @@ from trainer_service.service_metrics import (
 from trainer_service.settings import TrainerSettings
 from trainer_service.text import read_tokenizer_files
 from trainer_service.uploads import AdapterUploads
+from trainer_service.usage import UsageLedger
 from trainer_service.volume_files import check_volume
 
 _log = get_logger(__name__)
@@ -69,6 +70,8 @@ _CLOCK_FILE = "clock.json"
 """On the volume: how far the times to live of its checkpoints have come."""
 _USE_SECONDS = 30.0
 """How often it is written when runs were used."""
+_USAGE_SECONDS = 2.0
+"""How often the counts of what tenants train are written."""
 _RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 30.0
 """Delay between attempts to restart the engine: initial and maximum."""
 
@@ -103,6 +106,7 @@ class TrainerService:
             self._volume, guard, metrics, settings.metrics_max_bytes_per_run, settings.rollouts_max_bytes_per_run
         )
         self._recorder = Recorder(self._row_store)
+        self._usage = UsageLedger(self._volume.root, metrics)
         self._hub = WatchHub()
         WatchMetrics(self._hub, metrics)
         self._hub.on_acknowledged = lambda run_id, version: self._recorder.acknowledged(run_id, version, perf_counter())
@@ -146,6 +150,7 @@ class TrainerService:
             self._registry,
             self._metrics,
             self._recorder,
+            self._usage,
         )
         self._publisher.on_missing = self._recovery.ask
         self._lifecycle = RunLifecycle(
@@ -179,6 +184,7 @@ class TrainerService:
         self._lock = _lock_volume(self._volume.root)
         self._clock.resume(self._volume.root / _CLOCK_FILE, counts_downtime=True)
         await self._registry.restore()
+        await asyncio.to_thread(self._usage.load, list(self._registry))
         for run in self._registry:
             if run.state is RunState.LOST:
                 await self._recovery.offer_snapshot(run)
@@ -194,6 +200,7 @@ class TrainerService:
         self._background.spawn(self._expire_checkpoints())
         self._background.spawn(self._group.run())
         self._background.spawn(self._write_uses())
+        self._background.spawn(self._write_usage())
 
     def register(self, server: grpc.aio.Server) -> None:
         trainer = TrainerServicer(
@@ -209,6 +216,7 @@ class TrainerService:
             self._recovery.ask,
             self._hub,
             AdapterUploads(self._checkpoints, self._guard, self._settings.reader_seconds),
+            self._usage,
         )
         add_TrainerServiceServicer_to_server(trainer, server)
         weights = WeightServicer(
@@ -238,6 +246,7 @@ class TrainerService:
         await self._engine.close()
         await self._registry.close()
         await self._row_store.close()
+        await asyncio.to_thread(self._usage.write)
         if self._lock is not None:
             self._lock.close()
 
@@ -312,6 +321,11 @@ class TrainerService:
                 seconds = backoff(failures, _RESTART_SECONDS, _MAX_RESTART_SECONDS)
                 _log.warning("engine not started; retrying", error=repr(error), failures=failures, seconds=seconds)
             await asyncio.sleep(seconds)
+
+    async def _write_usage(self) -> None:
+        while True:
+            await asyncio.sleep(_USAGE_SECONDS)
+            await asyncio.to_thread(self._usage.write)
 
     async def _write_uses(self) -> None:
         while True:

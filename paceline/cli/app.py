@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import atropos, checkpoints, doctor, keys, logs, recipes, runs, sampling, status, trace, up
+from paceline.cli import atropos, checkpoints, doctor, keys, logs, recipes, runs, sampling, status, trace, up, usage
 from paceline.cli.output import CommandFailed, say
 from paceline.errors import PacelineError
 from paceline.extras import MissingExtra
@@ -48,6 +48,7 @@ def make_app() -> typer.Typer:
     logs.add_to(app, RUN_IT)
     app.add_typer(keys.app, name="keys", rich_help_panel=RUN_IT)
     status.add_to(app, SEE_IT)
+    usage.add_to(app, SEE_IT)
     sampling.add_to(app, SEE_IT)
     trace.add_to(app, SEE_IT)
     app.add_typer(runs.app, name="runs", rich_help_panel=KEEP_IT)

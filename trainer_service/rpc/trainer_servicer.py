@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from datetime import date
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -13,6 +14,7 @@ from google.protobuf.message import Message
 
 from paceline import __version__, codec, errors, tracing
 from paceline.codec.resources import checkpoint_to_proto, run_to_proto
+from paceline.files.usage_files import Trained
 from paceline.layout import CheckpointPath, check_run_id
 from paceline.log import get_logger
 from paceline.requests.bodies import decoded
@@ -40,6 +42,7 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.settings import TrainerSettings
 from trainer_service.text import ConversationRenderer
 from trainer_service.uploads import AdapterUploads
+from trainer_service.usage import UsageLedger
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -76,6 +79,7 @@ class TrainerServicer(TrainerServiceServicer):
         ask_for: Callable[[RunRecord], None],
         hub: WatchHub,
         uploads: AdapterUploads,
+        usage: UsageLedger,
     ) -> None:
         """`ask_for` has a run restored that somebody waits for."""
         self._settings = settings
@@ -90,6 +94,7 @@ class TrainerServicer(TrainerServiceServicer):
         self._ask_for = ask_for
         self._hub = hub
         self._uploads = uploads
+        self._usage = usage
         self._conversations = ConversationRenderer(settings.model)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
@@ -107,10 +112,22 @@ class TrainerServicer(TrainerServiceServicer):
         )
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
-        quotas = self._quotas.of(current_identity().tenant)
+        tenant = current_identity().tenant
+        trained, token = list[Trained](), ""
+        if request.trained_since:
+            first = _day(request.trained_since)
+            mine = self._usage.of(tenant, first)
+            trained, token = page_of(mine, lambda one: one.key, request.page_size, request.page_token)
         free, total = await asyncio.to_thread(self._quotas.volume)
         return pb.GetUsageResponse(
-            quotas=map(codec.quota_to_proto, quotas), volume_free_bytes=free, volume_total_bytes=total
+            quotas=map(codec.quota_to_proto, self._quotas.of(tenant)),
+            volume_free_bytes=free,
+            volume_total_bytes=total,
+            trained=[
+                pb.TrainedTokens(day=one.day, run_id=one.run_id, tokens=one.tokens, passes=one.passes)
+                for one in trained
+            ],
+            next_page_token=token,
         )
 
     async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
@@ -326,3 +343,11 @@ def _reading_checkpoints() -> Iterator[None]:
 
 def _checkpoint_key(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.create_time.timestamp():020.6f} {checkpoint.path}"
+
+
+def _day(text: str) -> str:
+    """Return a day as YYYY-MM-DD. Raises InvalidArgument."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise errors.InvalidArgument("is no day such as 2026-01-31", field="trained_since") from error

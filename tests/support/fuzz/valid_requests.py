@@ -82,6 +82,7 @@ def valid_request(method: MethodDescriptor, owned: Owned, seq_id: int = 1) -> Me
         "GetRollouts": run,
         **{name: {} for name in ABOUT_NOTHING},
         "RenderConversations": {"conversations": [CONVERSATION]},
+        "GetUsage": {"trained_since": "2026-01-31"} if method.input_type.fields else {},  # the sampler's has none
     }[method.name]
     return GetMessageClass(method.input_type)(**fields)
 

@@ -36,6 +36,7 @@ from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.service_metrics import TrainerMetrics
 from trainer_service.settings import TrainerSettings
+from trainer_service.usage import UsageLedger
 
 TEAM = "team"
 """The tenant of the runs."""
@@ -96,6 +97,7 @@ class TrainerParts:
             self._registry,
             TrainerMetrics(CollectorRegistry()),
             recorder,
+            UsageLedger(self.volume.root, CollectorRegistry()),
         )
         self.lifecycle = RunLifecycle(
             64, self._engine, self._registry, checkpoints, self.publisher, self.recovery.start, recorder

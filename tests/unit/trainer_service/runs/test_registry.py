@@ -440,6 +440,7 @@ async def test_journals_are_read_one_after_the_other_where_memory_holds_one(volu
             registry,
             METRICS,
             None,
+            None,
         )
         await asyncio.gather(*(recovery.recover(run) for run in registry))
         assert doing.used == {run_id: storage.journal_bytes(run_id) for run_id in run_ids}
@@ -500,6 +501,7 @@ async def test_a_step_whose_answer_found_no_space_is_in_the_run_that_is_rebuilt(
                 None,
                 registry,
                 METRICS,
+                None,
                 None,
             )
             await recovery.recover(run)

@@ -1,0 +1,58 @@
+"""The files in which a trainer keeps what tenants have trained: usage/<tenant>/<month>.json on the volume."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import layout
+from paceline.files.regular_files import read_file
+from paceline.rpc.identity import is_tenant
+
+FOLDER = "usage"
+_MONTH = re.compile(r"[0-9]{4}-[0-9]{2}\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run has trained on one day."""
+
+    day: str
+    """In UTC, such as 2026-01-31."""
+    run_id: str
+    tokens: int
+    """Positions of the sequences of its passes with a gradient."""
+    passes: int
+    """Calls of ForwardBackward."""
+    last_seq_id: int
+    """The newest of these commands."""
+
+    @property
+    def key(self) -> str:
+        """Place in lists, which are ordered by day."""
+        return f"{self.day}/{self.run_id}"
+
+
+def read_usage(volume: Path) -> Mapping[str, list[Trained]]:
+    """Return what each tenant has trained, by the files on a volume. Raises OSError, ValueError that names the file."""
+    found: dict[str, list[Trained]] = {}
+    for folder in (path for path in layout.entries(volume / FOLDER) if is_tenant(path.name)):
+        for file in (path for path in layout.entries(folder) if _MONTH.fullmatch(path.name)):
+            try:
+                found.setdefault(folder.name, []).extend(Trained(**entry) for entry in json.loads(read_file(file)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{file} is damaged ({error}); restore or remove it") from error
+    return found
+
+
+def write_month(volume: Path, tenant: str, month: str, usage: Iterable[Trained]) -> None:
+    """Replace a tenant's file of a month, such as 2026-01, durably. Raises DiskFull, OSError."""
+    folder = volume / FOLDER / tenant
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = Trained.__slots__
+    entries = [{name: getattr(one, name) for name in fields} for one in sorted(usage, key=lambda one: one.key)]
+    with layout.new_file(folder / f"{month}.json") as file:
+        file.write(json.dumps(entries).encode())
