@@ -14,14 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
 UPDATE = bool(os.environ.get("UPDATE"))
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-_REFUSED = re.compile(r"status of (401|404|409|503)")
+_MILLISECONDS = 400 * PATIENCE
+"""How long a page may take: less than a test, so that what was awaited is told."""
+_REFUSED = re.compile(r"status of (400|401|404|409|503)")
 """What browsers write to the console of refusals that the page shows itself."""
 
 
 @contextmanager
 def chromium():
     """Yield a browser."""
-    expect.set_options(timeout=1000 * PATIENCE)
+    expect.set_options(timeout=_MILLISECONDS)
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
         browser = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=options)
@@ -37,7 +39,7 @@ class Watched:
     def __init__(self, browser, address, viewport, **options):
         self.address = address
         self.context = browser.new_context(viewport=viewport, **options)
-        self.context.set_default_timeout(1000 * PATIENCE)
+        self.context.set_default_timeout(_MILLISECONDS)
         self.page = self.context.new_page()
         self.problems, self.urls = [], []
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))

@@ -44,7 +44,10 @@ _WATCH_SECONDS = 300.0
 """How long a stream of rows lasts: the page then asks again, with its key."""
 _VERSION = "version"
 """Value of a row that a publish made."""
+_MOST_VERSIONS = 200
+"""Newest versions that are listed."""
 _HASHES = 1000
+"""Most versions whose hashes a sampler is asked for."""
 Limit = Annotated[int, Query(ge=0, le=10_000)]
 Names = Annotated[list[str], Query(default_factory=list)]
 
@@ -142,11 +145,12 @@ class PageApi:
         held = [one for one in held_from_proto(info, {}) if one.run_id == run_id]
         hashes = {one.model.version: one.model.blake3 for one in info.agreements if one.model.run_id == run_id}
         hashes |= await self._loaded(tenant, run_id)
+        listed = sorted({*found, *hashes, *(one.version for one in held)} - {0}, reverse=True)[:_MOST_VERSIONS]
         return {
             "samplers": [one.sampler_id for one in info.watchers],
             "versions": [
                 {"version": version, "blake3": hashes.get(version, ""), "held": _holders(held, version), **known}
-                for version in sorted({*found, *hashes, *(one.version for one in held)} - {0}, reverse=True)
+                for version in listed
                 for known in [found.get(version, {"step": None, "time": None})]
             ],
         }

@@ -52,8 +52,8 @@ export function number(value) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e12) return value.toLocaleString("en");
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2).replace("e+", "e");
-  if (Number.isInteger(value)) return value.toLocaleString("en");
   return value.toLocaleString("en", size >= 100 ? { maximumFractionDigits: 1 } : { maximumSignificantDigits: 4 });
 }
 

@@ -3,7 +3,11 @@
 import { Api, pause } from "/ui/api.js";
 import { ago, bytes, h, keyed, number, say } from "/ui/dom.js";
 import { Curves } from "/ui/curves.js";
+import { Chat } from "/ui/chat.js";
+import { Rollouts } from "/ui/rollouts.js";
 import { headline, Series } from "/ui/series.js";
+import { System } from "/ui/system.js";
+import { Versions } from "/ui/versions.js";
 
 const LIST_MILLISECONDS = 2000;
 /** Runs whose newest values the list shows. */
@@ -24,7 +28,13 @@ class App {
     /** Newest values by run: {step, series}. */
     this.headlines = new Map();
     this.curves = new Curves(this);
-    this.tabs = [{ id: "curves", title: "Curves", panel: this.curves }];
+    this.tabs = [
+      { id: "curves", title: "Curves", panel: this.curves },
+      { id: "rollouts", title: "Rollouts", panel: new Rollouts(this) },
+      { id: "versions", title: "Versions", panel: new Versions(this) },
+      { id: "chat", title: "Chat", panel: new Chat(this) },
+      { id: "system", title: "System", panel: new System(this) },
+    ];
     this.polling = null;
   }
 
@@ -94,6 +104,7 @@ class App {
     if (this.polling || get("app").hidden || document.hidden) return;
     this.polling = new AbortController();
     this.poll(this.polling.signal);
+    this.refreshPanel(this.polling.signal);
     this.curves.resume();
     this.openPanel();
   }
@@ -110,10 +121,12 @@ class App {
       try {
         const told = await this.api.get("runs", {}, { signal });
         this.runs = told.runs;
+        const isFirst = !this.isRead;
         this.isRead = true;
         this.tellConnection("");
         this.choose();
         this.showRuns();
+        if (isFirst) this.openPanel();
         await this.readHeadlines(signal);
       } catch (problem) {
         if (signal.aborted) return;
@@ -256,8 +269,19 @@ class App {
       tab.button.tabIndex = isOpen ? 0 : -1;
       tab.box.hidden = !isOpen;
       if (isOpen && tab.panel === this.curves) this.curves.draw();
-      else if (isOpen) tab.panel.open?.(this.run);
-      else tab.panel.close?.();
+      else if (isOpen && this.isRead) tab.panel.open(this.run);
+    }
+  }
+
+  /** Have the open tab show what is new, also while the list of runs cannot be read. */
+  async refreshPanel(signal) {
+    while (!signal.aborted) {
+      const { panel } = this.tabs.find((tab) => tab.id === this.tab);
+      if (panel !== this.curves && this.isRead) {
+        if (panel.run !== this.run) await panel.open(this.run);
+        else await panel.tick();
+      }
+      await pause(LIST_MILLISECONDS, signal);
     }
   }
 
