@@ -81,6 +81,13 @@ def test_every_file_of_code_that_a_page_names_exists(path):
     assert not {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in FILES)}
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lists_and_tables_in_lists_are_indented_as_the_site_needs_it(path):
+    """By four spaces: with two, Markdown in Python takes them for a part of the outer list."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^ {1,3}(?:[-*] |\||```).*", prose, re.MULTILINE)
+
+
 def leads(page_path: Path, link: str) -> bool:
     """Whether a link's file exists and, if the link names a heading, the heading too."""
     name, _, anchor = link.partition("#")
