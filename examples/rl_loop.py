@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -28,13 +28,14 @@ from history import History, StepReport, write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from runs import attach, until_superseded
 from tasks import HELD_OUT, MAX_TOKENS, STOP, Question, questions, reward
 
 import paceline
 from paceline import AdamParams, CheckpointKind, Datum, SampleResult, SamplingClient, SamplingParams
+from paceline.recipes.runs import attach, until_superseded
 
 SAVE_EVERY = 8  # steps between state checkpoints: the most to repeat after RunStateLost
+SHOWN = HELD_OUT[:3]
 MOST_BATCHES = 16  # to draw for a step, until the rewards of a group differ
 
 
@@ -43,7 +44,7 @@ def main() -> None:
     options = parse_options()
     console = Console()
     with until_superseded(), paceline.ServiceClient() as service:
-        training = attach(service, options.name, options.settings) or service.create_lora_training_client(
+        training = attach(service, options.name, options.settings, print) or service.create_lora_training_client(
             rank=options.rank,
             seed=options.seed,
             user_metadata={"name": options.name, "settings": options.settings},
@@ -76,11 +77,25 @@ def main() -> None:
         after = loop.evaluate(loop.publish())
         final = training.save_weights_for_sampler("final", overwrite=True).result()
         show(console, history.reports(step), before, after, options.out)
+        for question, was, now in zip(SHOWN, before.answers, after.answers, strict=True):
+            console.print(
+                f"{question.prompt!r}: {was} before, {now} after", highlight=False, markup=False, soft_wrap=True
+            )
         console.print(f"adapter: {final.path}")
         for saved in service.list_checkpoints(training.run_id, CheckpointKind.STATE):
             service.delete_checkpoint(saved)
         service.delete_run(training.run_id)  # the adapter stays
         history.remove()
+
+
+@dataclass
+class Evaluation:
+    """What weights make of questions that are never trained on."""
+
+    score: float
+    """Mean reward of all samples."""
+    answers: list[str]
+    """For each question in `SHOWN`, a completion, and how often it was right."""
 
 
 class Loop:
@@ -175,11 +190,16 @@ class Loop:
             for sequence, advantage in zip(result.sequences, advantages, strict=True)
         ]
 
-    def evaluate(self, sampling: SamplingClient) -> float:
-        """Return the mean reward on questions that are never trained on."""
+    def evaluate(self, sampling: SamplingClient) -> Evaluation:
+        """Score questions that are never trained on."""
         results = self.sample(sampling, HELD_OUT, random.Random(self.options.seed))
         scores = [self.score(question, result) for question, result in zip(HELD_OUT, results, strict=True)]
-        return float(np.mean(scores))
+        texts = [self.tokenizer.decode(result.sequences[0].tokens, skip_special_tokens=True) for result in results]
+        answers = [
+            f"{str(text).strip()!r} ({sum(one):.0f} of {len(one)} right)"
+            for text, one in zip(texts, scores, strict=True)
+        ]
+        return Evaluation(float(np.mean(scores)), answers[: len(SHOWN)])
 
     def encode(self, question: Question) -> list[int]:
         """Return the prompt's token ids."""
@@ -194,10 +214,10 @@ def describe(report: StepReport, steps: int) -> str:
     )
 
 
-def show(console: Console, reports: list[StepReport], before: float, after: float, out: Path) -> None:
+def show(console: Console, reports: list[StepReport], before: Evaluation, after: Evaluation, out: Path) -> None:
     """Print the table, draw the curve, save the numbers."""
     if not reports:  # no step was taken, or their reports were removed
-        console.print(f"on countries never trained on: before {before:.3f}, after {after:.3f}")
+        console.print(f"on countries never trained on: before {before.score:.3f}, after {after.score:.3f}")
         return
     table = Table(title="Reinforcement learning through Paceline")
     for heading in ("step", "mean reward", "tokens", "publish ms", "version"):
@@ -211,15 +231,15 @@ def show(console: Console, reports: list[StepReport], before: float, after: floa
     publish = np.percentile([report.publish_ms for report in reports], [50, 99])
     first, last = float(np.mean(rewards[:quarter])), float(np.mean(rewards[-quarter:]))
     console.print(f"mean reward: first quarter {first:.3f}, last quarter {last:.3f} ([bold]{last - first:+.3f}[/bold])")
-    console.print(f"on countries never trained on: before {before:.3f}, after {after:.3f}")
+    console.print(f"on countries never trained on: before {before.score:.3f}, after {after.score:.3f}")
     console.print(f"publish: p50 {publish[0]:.1f} ms, p99 {publish[1]:.1f} ms")
-    rates = {"first_quarter": first, "last_quarter": last, "held_out": [before, after]}
+    rates = {"first_quarter": first, "last_quarter": last, "held_out": [before.score, after.score]}
     write(out / "rewards.json", {**rates, "steps": [asdict(report) for report in reports]})
-    console.print(f"reward curve: {draw_curve(reports, out / 'reward.png')}")
+    console.print(f"reward curve: {draw_curve(reports, before.score, after.score, out / 'reward.png')}")
 
 
-def draw_curve(reports: list[StepReport], path: Path) -> Path:
-    """Draw reward over steps, with its moving mean."""
+def draw_curve(reports: list[StepReport], before: float, after: float, path: Path) -> Path:
+    """Draw reward over steps, with its moving mean; and what is held out, before the first step and after the last."""
     import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed once
 
     mpl.use("Agg")
@@ -231,6 +251,7 @@ def draw_curve(reports: list[StepReport], path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
     axes.plot(steps, rewards, "o", color="#9db8d9", markersize=4, label="each step")
     axes.plot(steps, means, color="#1f4e8c", linewidth=2, label=f"mean of {window} steps")
+    axes.plot([0, steps[-1]], [before, after], "D--", color="#c2410c", linewidth=1, label="countries never trained on")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="Exact match on capitals of the world")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

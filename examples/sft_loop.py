@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 
-from runs import attach, until_superseded
-
 import paceline
 from paceline import AdamParams, Datum, SamplingParams
+from paceline.recipes.runs import attach, until_superseded
 
 EXAMPLES = [
     ("What does a trainer do?", "It turns rewards into gradients, and gradients into better weights."),
@@ -38,7 +37,7 @@ def main() -> None:
 
     with until_superseded(), paceline.ServiceClient() as service:
         settings = f"learning rate {options.learning_rate}"
-        training = attach(service, options.name, settings) or service.create_lora_training_client(
+        training = attach(service, options.name, settings, print) or service.create_lora_training_client(
             rank=8, user_metadata={"name": options.name, "settings": settings}
         )
         tokenizer = training.get_tokenizer()

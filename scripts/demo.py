@@ -1,5 +1,7 @@
 """`make demo`: start the three services with the embedded model, train it by reinforcement learning, stop them.
 
+On a terminal, the services stay until you have talked to what was trained.
+
 python scripts/demo.py [options of examples/rl_loop.py]
 """
 
@@ -14,6 +16,7 @@ from time import perf_counter
 from make_model import default_directory, make_model
 from rich.console import Console
 
+import paceline
 from paceline.up.local import LocalServices, local_services
 from paceline.up.plan import CannotStart, UpOptions
 from paceline.up.run import UP
@@ -40,6 +43,8 @@ def main(arguments: list[str]) -> int:
                 status.stop()
                 console.print(f"trainer, sampler and gateway are up after {perf_counter() - start:.0f} s")
                 code = run_loop(services, arguments)
+                if code == 0:
+                    offer_chat(console, services, model)
         except CannotStart as failure:
             sys.exit(str(failure))
     console.print(f"done in {perf_counter() - start:.0f} s")
@@ -54,14 +59,32 @@ def print_progress(line: str) -> None:
 
 def run_loop(services: LocalServices, arguments: list[str]) -> int:
     """Run examples/rl_loop.py against the services."""
+    return run(services, str(ROOT / "examples" / "rl_loop.py"), *arguments)
+
+
+def offer_chat(console: Console, services: LocalServices, model: Path) -> None:
+    """Talk to the adapter that was trained; without a terminal, only say how."""
+    with paceline.ServiceClient(services.address, services.api_key) as service:
+        adapter = service.list_checkpoints(kind=paceline.CheckpointKind.SAMPLER)[0].path
+    chat = ["chat", "--model", adapter]
+    if not sys.stdin.isatty():
+        again = f"paceline up --model {model} --state {STATE}"
+        talk = f"paceline {' '.join(chat)} --api-key-file {STATE / 'api_key'}"
+        console.print(f"to talk to it: {again}\nand in another terminal: {talk}", highlight=False, soft_wrap=True)
+        return
+    console.print("Talk to what was trained; /exit ends, and stops the services.")
+    run(services, "-m", "paceline.cli", *chat)
+
+
+def run(services: LocalServices, *arguments: str) -> int:
+    """Run Python as a client of the services; return its exit status."""
     environment = {
         **os.environ,
         "PACELINE_ADDRESS": services.address,
         "PACELINE_API_KEY": services.api_key,
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(ROOT / "examples" / "rl_loop.py"), *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+    return subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -65,11 +65,13 @@ def open_run(
 
 @contextmanager
 def until_superseded() -> Iterator[None]:
-    """End the program, with a sentence, once another one has attached to its run."""
+    """End the program, with a sentence, if its run cannot be continued, or once another script has attached to it."""
     try:
         yield
+    except CannotContinue as failure:
+        raise SystemExit(str(failure)) from None
     except errors.ClientSuperseded:
-        raise SystemExit("another program has attached to the run and continues it; this one ends") from None
+        raise SystemExit("another script has attached to the run and continues it; this one ends") from None
 
 
 def _differences(made_with: str, given: str) -> str:

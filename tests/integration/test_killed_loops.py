@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 
@@ -85,6 +86,7 @@ async def test_a_loop_that_is_killed_at_20_places_ends_as_if_it_had_never_been(f
     assert code == 0, written
     assert f"step {STEPS} of {STEPS}" in written
     assert "reward curve" in written
+    assert len(re.findall(r"'Country: .*' \(\d of 4 right\) before, .* \(\d of 4 right\) after", written)) == 3
     (calm,) = finals(service)
     undisturbed = measured(loop)
     async with KillingNetwork(int(cluster.address.rpartition(":")[2])).running() as network:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from support.patience import PATIENCE
 from support.stacks.cluster import Cluster
 
 from paceline import AdamParams, Datum, SamplingParams, errors
+from paceline.recipes.runs import CannotContinue, attach
 
 ROOT = Path(__file__).resolve().parents[2]
 PARITY = 1e-5
@@ -287,10 +287,9 @@ def run_python(cluster, directory, *arguments):
 
 
 def test_an_example_does_not_continue_a_run_under_other_settings(service):
-    attach = runpy.run_path(str(ROOT / "examples" / "runs.py"))["attach"]
     made = service.create_lora_training_client(rank=1, user_metadata={"name": "mine", "settings": "rank 1"})
-    assert attach(service, "mine", "rank 1").run_id == made.run_id
-    with pytest.raises(SystemExit, match="was made with rank 1, not rank 2; give those, or another --name"):
-        attach(service, "mine", "rank 2")
-    assert attach(service, "another", "rank 2") is None
+    assert attach(service, "mine", "rank 1", print).run_id == made.run_id
+    with pytest.raises(CannotContinue, match="was made with rank 1, not rank 2; give the same, or another --name"):
+        attach(service, "mine", "rank 2", print)
+    assert attach(service, "another", "rank 2", print) is None
     service.delete_run(made.run_id)

@@ -16,7 +16,7 @@ def reward(completion: str, answer: str) -> float:
 
 def copy_learnable_loop(directory: Path) -> Path:
     """Copy the example, with another reward; return the script."""
-    for name in ("rl_loop.py", "runs.py", "history.py", "tasks.py"):
+    for name in ("rl_loop.py", "history.py", "tasks.py"):
         shutil.copy(_EXAMPLES / name, directory)
     with (directory / "tasks.py").open("a") as tasks:
         tasks.write(_REWARD)
