@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from gateway.admission import ACCESS, Access, AnonymousAuthenticator, FairQueue, JwtVerifier
 from gateway.proxy import SERVICES
 from paceline import errors
+from paceline.extras import MissingExtra
 from paceline.rpc.identity import Identity
 
 _PROTO = Path(__file__).resolve().parents[3] / "proto"
@@ -113,7 +114,7 @@ def test_another_key_or_another_algorithm_does_not_sign(signing_key, public_pem)
 
 def test_tokens_without_the_library_are_refused_with_a_remedy(public_pem, monkeypatch):
     monkeypatch.setitem(sys.modules, "jwt", None)
-    with pytest.raises(errors.InvalidArgument, match="install"):
+    with pytest.raises(MissingExtra, match="install"):
         JwtVerifier(public_pem, "ES256", "tenant")
 
 

@@ -24,8 +24,9 @@ class Recovering(Recovery):
 
     def __init__(self, runs):
         self.background = Background("recovery")
-        none = [None] * 5
-        super().__init__(*none, ByteGate(0), None, self.background.spawn, None, Registry(runs), *none[:3])
+        # What restoring a run needs is None: `recover` is replaced.
+        none = {"metrics": None, "recorder": None, "usage": None}
+        super().__init__(*[None] * 5, ByteGate(0), None, self.background.spawn, None, Registry(runs), **none)
         self.registry = self._registry
         self.began, self.failures = [], []
         self.may_end = {run.run_id: asyncio.Event() for run in runs}
