@@ -38,8 +38,8 @@ _FIELDS = {
     "/v1/train/forward_backward": ("session_id", "datums", "loss_fn"),
 }
 """The fields of bodies that a route reads itself, without a model of FastAPI's."""
-_WAITS = frozenset({"/api/v1/retrieve_future"})
-"""Routes that are left out, because a request may wait half a minute for a result."""
+_WAITS = frozenset({"/api/v1/retrieve_future", "/ui/api/runs/{run_id}/watch"})
+"""Routes that are left out, because a request may wait half a minute for a result, or minutes for rows."""
 ENDS = (
     "/api/v1/sessions/{session_id}/finish",
     "/api/v1/unload_model",
