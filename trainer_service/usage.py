@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from uuid import uuid4
 
 from prometheus_client import CollectorRegistry, Counter
 
 from paceline import errors
-from paceline.files.usage_files import Trained, read_usage, write_month
+from paceline.files.usage_files import Trained, month_files, read_month, write_month
 from paceline.log import get_logger
 from paceline.rpc.tenant_labels import TenantLabels
 from paceline.trainer.v1 import trainer_service_pb2 as pb
@@ -43,20 +44,26 @@ class UsageLedger:
         )
 
     def load(self, runs: Iterable[RunRecord]) -> None:
-        """Read the files, and count what they lack of the runs. Raises OSError, InvalidArgument for a damaged file."""
-        try:
-            found = read_usage(self._volume)
-        except ValueError as error:
-            raise errors.InvalidArgument(str(error), field="checkpoint_dir") from error
-        for tenant, usage in found.items():
-            self._days[tenant] = {one.key: one for one in usage}
-            for one in usage:
+        """Read the files, and count what they lack of the runs. A damaged file is set aside. Raises OSError."""
+        for tenant, file in list(month_files(self._volume)):
+            for one in self._read(file):
+                self._days.setdefault(tenant, {})[one.key] = one
                 self._newest[one.run_id] = max(self._newest.get(one.run_id, 0), one.last_seq_id)
         for run in runs:
             for answer in sorted(run.sequencer.answers, key=lambda answer: answer.seq_id):
                 is_new = answer.seq_id > self._newest.get(run.run_id, 0)
                 if is_new and answer.method == "ForwardBackward" and answer.failure is None and answer.reply:
                     self.passed(run, answer.seq_id, pb.ForwardBackwardResponse.FromString(answer.reply))
+
+    def _read(self, file: Path) -> list[Trained]:
+        """Read a file. One that is damaged is renamed, so that the counts from now on do not replace what it holds."""
+        try:
+            return read_month(file)
+        except ValueError as error:
+            aside = file.with_name(f"{file.name}.damaged-{uuid4().hex[:8]}")
+            file.rename(aside)
+            _log.error("usage is damaged and set aside", error=str(error), aside=str(aside))
+            return []
 
     def passed(self, run: RunRecord, seq_id: int, reply: pb.ForwardBackwardResponse) -> None:
         """Count a pass that has executed, unless it was counted or computed no gradient. A run's come in order."""

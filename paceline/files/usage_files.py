@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import layout
-from paceline.files.regular_files import read_file
+from paceline.files.regular_files import NotRegularFile, read_file
 from paceline.rpc.identity import is_tenant
 
 FOLDER = "usage"
 _MONTH = re.compile(r"[0-9]{4}-[0-9]{2}\.json")
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,32 @@ class Trained:
         return f"{self.day}/{self.run_id}"
 
 
-def read_usage(volume: Path) -> Mapping[str, list[Trained]]:
-    """Return what each tenant has trained, by the files on a volume. Raises OSError, ValueError that names the file."""
-    found: dict[str, list[Trained]] = {}
+def month_files(volume: Path) -> Iterator[tuple[str, Path]]:
+    """Find the files on a volume, each with its tenant. Raises OSError."""
     for folder in (path for path in layout.entries(volume / FOLDER) if is_tenant(path.name)):
-        for file in (path for path in layout.entries(folder) if _MONTH.fullmatch(path.name)):
-            try:
-                found.setdefault(folder.name, []).extend(Trained(**entry) for entry in json.loads(read_file(file)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{file} is damaged ({error}); restore or remove it") from error
+        yield from ((folder.name, path) for path in layout.entries(folder) if _MONTH.fullmatch(path.name))
+
+
+def read_month(file: Path) -> list[Trained]:
+    """Return what a tenant has trained in a month. Raises OSError, ValueError for a damaged file, which it names."""
+    try:
+        entries = json.loads(read_file(file))
+        if not isinstance(entries, list):
+            raise TypeError("it is no list")
+        usage = [Trained(**entry) for entry in entries]
+        for one in usage:
+            if not (_DAY.fullmatch(one.day) and min(one.tokens, one.passes, one.last_seq_id) >= 0 and one.run_id):
+                raise ValueError(f"no such count: {one}")
+    except (ValueError, TypeError, RecursionError, NotRegularFile) as error:
+        raise ValueError(f"{file} is damaged ({error})") from error
+    return usage
+
+
+def read_usage(volume: Path) -> Mapping[str, list[Trained]]:
+    """Return what each tenant has trained, by the files on a volume. Raises OSError, ValueError as `read_month`."""
+    found: dict[str, list[Trained]] = {}
+    for tenant, file in month_files(volume):
+        found.setdefault(tenant, []).extend(read_month(file))
     return found
 
 

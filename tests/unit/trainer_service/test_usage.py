@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline import codec, errors
+from paceline import codec
 from paceline.files.usage_files import read_usage
 from paceline.trainer.v1 import trainer_service_pb2 as pb
 from trainer_service.journal.format import AnswerRecord
@@ -85,11 +85,21 @@ def test_counts_while_another_thread_writes_are_not_lost(tmp_path):
     assert sum(one.tokens for one in read_usage(tmp_path)["team-a"]) == 20 * 50
 
 
-def test_a_damaged_file_is_named_and_nothing_is_counted_anew(tmp_path):
+@pytest.mark.parametrize("damage", ["[{", "{}", '[{"day": 1}]', '[["2026-01-01", "run-1", 3, 1, 1]]', "\\0"])
+def test_a_damaged_file_is_set_aside_and_counting_goes_on(tmp_path, damage):
     ledger = UsageLedger(tmp_path, CollectorRegistry())
     ledger.passed(run_with(), 1, reply(3))
+    ledger.passed(run_with(run_id="run-2", tenant="team-b"), 1, reply(5))
     ledger.write()
     (file,) = (tmp_path / "usage" / "team-a").iterdir()
-    file.write_text("[{")
-    with pytest.raises(errors.InvalidArgument, match=f"{file.name} is damaged"):
-        UsageLedger(tmp_path, CollectorRegistry()).load([])
+    file.write_text(damage)
+    with pytest.raises(ValueError, match=f"{file.name} is damaged"):
+        read_usage(tmp_path)
+    again = UsageLedger(tmp_path, CollectorRegistry())
+    again.load([])
+    assert (counted(again), counted(again, "team-b")) == ([], [("run-2", 5, 1)])
+    again.passed(run_with(), 2, reply(7))
+    again.write()
+    assert [one.tokens for one in read_usage(tmp_path)["team-a"]] == [7]
+    (aside,) = file.parent.glob("*.damaged-*")
+    assert aside.read_text() == damage
