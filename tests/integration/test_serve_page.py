@@ -16,7 +16,9 @@ from support.models.tiny_models import make_tiny_llama
 from support.page_code import PageRunner, blocks
 from support.patience import PATIENCE
 from support.ports import free_service_ports
+from support.stacks.cluster import wait_for
 
+import paceline
 from paceline.rpc.health import wait_until_serving
 
 pytestmark = pytest.mark.services
@@ -89,6 +91,11 @@ def test_people_reach_the_services_with_their_keys_over_tls(changed, environment
         for name, service in SERVICES.items():
             health = environment[f"PACELINE_{name.removesuffix('_service').upper()}_HEALTH_LISTEN"]
             assert wait_until_serving(health, service, lambda: process.poll() is not None)
+        key, authority = (tmp_path / "ada.key").read_text().strip(), tmp_path / "etc" / "tls.pem"
+        address = changed("lab.example.org:50050")
+        with paceline.ServiceClient(address, key, tls_ca=authority) as client:
+            # Services that were not up when the gateway looked for them are looked for again a little later.
+            wait_for(lambda: [one for one in client.get_server_capabilities().supported_models if one.sampleable])
         capsys.readouterr()
         for block in page:
             if block.note:
