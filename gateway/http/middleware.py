@@ -29,6 +29,7 @@ from paceline.rpc.interceptors import request_id_of
 
 _BODY_SECONDS = 60.0
 """How long a body may take to arrive."""
+_READING = ("GET", "HEAD")
 _MAX_LENGTH_DIGITS = 20
 """Most digits of a body's length: those of the largest that HTTP parsers take."""
 _TINKER_PREFIX = "tml-"
@@ -54,7 +55,7 @@ class AccessMiddleware:
         most_parts: Callable[[str], int | None] = lambda path: MAX_JSON_PARTS,
         metrics: HttpMetrics | None = None,
     ) -> None:
-        """`open_paths` need no key. Paths below a key of `signed` are credentials themselves: its function reads them.
+        """`open_paths` need no key to be read. Paths below a key of `signed` are credentials: its function reads them.
 
         It returns the caller, or raises the refusal. `most_parts` returns how many parts the JSON of a path may have;
         None if its bodies are not JSON. Requests are counted in `metrics`.
@@ -87,7 +88,9 @@ class AccessMiddleware:
             body = _BodyReceiver(receive, self._waiting_bytes, self._max_body_bytes, parts)
             self._metrics.in_flight.inc()
             try:
-                identity = scope.setdefault("state", {})["identity"] = self._admit(scope["path"], headers)
+                identity = scope.setdefault("state", {})["identity"] = self._admit(
+                    scope["method"], scope["path"], headers
+                )
                 tenant = identity.tenant if identity else ""
                 with self._unanswered(tenant), body.counted(tenant):
                     await self._app(scope, body, answer)
@@ -134,7 +137,7 @@ class AccessMiddleware:
             if not self._requests[tenant]:
                 del self._requests[tenant]
 
-    def _admit(self, path: str, headers: dict[str, str]) -> Identity | None:
+    def _admit(self, method: str, path: str, headers: dict[str, str]) -> Identity | None:
         """Return the caller; None for an unknown one on an open path.
 
         Raises InvalidApiKey, MessageTooLarge, InvalidArgument, and what `signed` raises.
@@ -154,7 +157,7 @@ class AccessMiddleware:
         for authenticator in self._authenticators:
             if identity := authenticator.identify(token):
                 return identity
-        if path in self._open and not token:
+        if method in _READING and path in self._open and not token:
             return None
         problem = "is not known" if token else "is missing"
         raise errors.InvalidApiKey(f"the API key {problem}; send `Authorization: Bearer <key>` or `X-API-Key: <key>`")

@@ -66,7 +66,9 @@ def test_no_option_takes_a_key(capsys):
 def test_an_interrupted_command_ends_with_130(tmp_path):
     (tmp_path / ".paceline" / "logs").mkdir(parents=True)
     (tmp_path / ".paceline" / "logs" / "trainer.log").write_text("begun\n")
-    command = [sys.executable, "-m", "paceline.cli", "logs", "-f"]
+    # As a terminal starts it: what runs in a shell's background ignores Ctrl-C, and so do its children.
+    heeding = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", f"{heeding}from paceline.cli import main; sys.exit(main(['logs', '-f']))"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, env=_environment()) as process:
         assert process.stdout.readline() == b"trainer begun\n"
         process.send_signal(2)
