@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum, auto
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from time import time
@@ -267,7 +268,7 @@ class AdmissionInterceptor(AroundInterceptor):
         set_identity(identity)
         # Each call runs in its own context, so nothing needs to be unbound.
         bind_contextvars(tenant=identity.tenant, key=identity.key_name)
-        async with _while_admitted(authenticator, identity):
+        async with while_admitted(partial(authenticator.still_admits, identity)):
             with tracing.span("queue"):
                 await self._queue.acquire(identity.tenant)
             try:
@@ -277,8 +278,8 @@ class AdmissionInterceptor(AroundInterceptor):
 
 
 @asynccontextmanager
-async def _while_admitted(authenticator: Authenticator, identity: Identity) -> AsyncIterator[None]:
-    """End the block with InvalidApiKey within seconds after the authenticator would no longer admit the caller.
+async def while_admitted(is_admitted: Callable[[], bool]) -> AsyncIterator[None]:
+    """End the block with InvalidApiKey within seconds after `is_admitted` returns False.
 
     Watches last for days: one of a key that was removed, or has expired, must not go on as long.
     """
@@ -289,7 +290,7 @@ async def _while_admitted(authenticator: Authenticator, identity: Identity) -> A
 
             def check() -> None:
                 nonlocal timer
-                if authenticator.still_admits(identity):
+                if is_admitted():
                     timer = loop.call_later(_CHECK_SECONDS, check)
                 else:
                     limit.reschedule(loop.time())

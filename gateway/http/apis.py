@@ -67,7 +67,7 @@ class HttpApis:
             GenerateApi(models, openai).routes(),
             metaclaw.routes(),
             self._online.routes(),
-            PageApi(services, models, deployment, authenticators).routes(),
+            PageApi(services, models, deployment).routes(),
             page_files(),
         )
 

@@ -17,9 +17,10 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from gateway.admission import Authenticator, bearer_token
+from gateway.admission import Authenticator, bearer_token, while_admitted
 from gateway.http.http_metrics import HttpMetrics, route_of
-from gateway.http.problems import problem
+from gateway.http.problems import last_event, problem
+from gateway.http.streaming import EVENTS
 from paceline import errors, tracing
 from paceline.log import get_logger
 from paceline.requests.bodies import MAX_JSON_PARTS, JsonParts
@@ -41,7 +42,10 @@ T = TypeVar("T")
 
 
 class AccessMiddleware:
-    """ASGI middleware that checks API keys and body sizes. `scope["state"]["identity"]` holds the caller's identity."""
+    """ASGI middleware that checks API keys and body sizes. `scope["state"]["identity"]` holds the caller's identity.
+
+    An answer in progress ends when its caller's key is removed or expires.
+    """
 
     def __init__(
         self,
@@ -93,15 +97,17 @@ class AccessMiddleware:
                 )
                 tenant = identity.tenant if identity else ""
                 with self._unanswered(tenant), body.counted(tenant):
-                    await self._app(scope, body, answer)
+                    # Work whose answer has not begun goes on: it may have changed something, and does not last.
+                    async with while_admitted(lambda: not answer.is_in_progress or self._still_admits(identity)):
+                        await self._app(scope, body, answer)
             except errors.PacelineError as error:
-                await answer.fail(problem(error, scope["path"]), scope, receive)
+                await answer.fail(error, scope, receive)
             except Exception:
                 if answer.status:  # already answered and logged by the application
                     return
                 unforeseen = errors.Internal.unforeseen()
                 _log.exception("uncaught", path=scope["path"][:_MAX_PATH], error_id=unforeseen.error_id)
-                await answer.fail(problem(unforeseen, scope["path"]), scope, receive)
+                await answer.fail(unforeseen, scope, receive)
             finally:
                 seconds = perf_counter() - start
                 self._metrics.in_flight.dec()
@@ -161,6 +167,10 @@ class AccessMiddleware:
             return None
         problem = "is not known" if token else "is missing"
         raise errors.InvalidApiKey(f"the API key {problem}; send `Authorization: Bearer <key>` or `X-API-Key: <key>`")
+
+    def _still_admits(self, identity: Identity | None) -> bool:
+        """Return whether a request that was admitted would be admitted now."""
+        return identity is None or any(one.still_admits(identity) for one in self._authenticators)
 
 
 def identity_of(request: Request) -> Identity:
@@ -251,18 +261,30 @@ class _Answer:
         self.status = 0
         self.sent = 0
         """Bytes of the body so far."""
+        self.is_in_progress = False
+        """Whether the response has begun and not ended."""
+        self._has_events = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = int(message["status"])  # an HTTPStatus from FastAPI, which a log would show as such
+            self._has_events = any(
+                name.lower() == b"content-type" and value.startswith(EVENTS.encode())
+                for name, value in message.get("headers", ())
+            )
+            self.is_in_progress = True
+        elif message["type"] == "http.response.body":
+            self.is_in_progress = message.get("more_body", False)
         await self._send(message)
         self.sent += len(message.get("body", b""))
 
-    async def fail(self, answer: Any, scope: Scope, receive: Receive) -> None:
-        """Send an error response, unless a response has already started: that one is cut off."""
-        if not self.status:
-            with suppress(OSError):
-                await answer(scope, receive, self)
+    async def fail(self, error: errors.PacelineError, scope: Scope, receive: Receive) -> None:
+        """Send an error: as the response, or as a stream's last event. Another response that has begun is cut off."""
+        with suppress(OSError):
+            if not self.status:
+                await problem(error, scope["path"])(scope, receive, self)
+            elif self.is_in_progress and self._has_events:
+                await self({"type": "http.response.body", "body": last_event(error, scope["path"])})
 
 
 def _too_large(limit: int) -> errors.PacelineError:

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.http.middleware import tenant_of, while_connected
 from gateway.http.models import Models, entry_of
-from gateway.http.openai_errors import openai_body
+from gateway.http.problems import last_event
 from gateway.http.services import Services
-from gateway.http.streaming import StreamedResponse
+from gateway.http.streaming import EVENTS, StreamedResponse
 from paceline import codec, errors
 from paceline.chat.bodies import read_object
 from paceline.requests.bodies import decoded
@@ -99,7 +99,7 @@ class OpenAiApi:
             if not streams:
                 return Response(first.data, headers=headers, media_type="application/json")
             return StreamedResponse(
-                _events(first, parts), resources.pop_all(), headers=headers, media_type="text/event-stream"
+                _events(first, parts, request.url.path), resources.pop_all(), headers=headers, media_type=EVENTS
             )
 
     async def _begin(
@@ -139,13 +139,13 @@ def _field_as_sent() -> Iterator[None]:
         raise
 
 
-async def _events(first: Part, parts: AsyncIterator[Part]) -> AsyncGenerator[bytes]:
+async def _events(first: Part, parts: AsyncIterator[Part], path: str) -> AsyncGenerator[bytes]:
     """Yield server-sent events; an error mid-stream becomes the last event."""
     try:
         yield b"data: " + first.data + b"\n\n"
         async for part in parts:
             yield b"data: " + part.data + b"\n\n"
     except errors.PacelineError as error:
-        yield b"data: " + json.dumps(openai_body(error)).encode() + b"\n\n"
+        yield last_event(error, path)
         return
     yield b"data: [DONE]\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from http import HTTPStatus
 from typing import Any
@@ -36,8 +37,7 @@ def problem(error: PacelineError, path: str, status: int | None = None) -> JSONR
     """Return the response for an error of a request to a path. A `status` overrides the error's."""
     is_large = isinstance(error, errors.MessageTooLarge)
     known: int | None = HTTPStatus.REQUEST_ENTITY_TOO_LARGE if is_large else _STATUSES.get(error.code)
-    for_openai = is_openai(path, error)
-    if for_openai:
+    if is_openai(path, error):
         known = openai_error(error).status or known
     code = status or known or HTTPStatus.INTERNAL_SERVER_ERROR
     headers = {}
@@ -45,11 +45,18 @@ def problem(error: PacelineError, path: str, status: int | None = None) -> JSONR
         headers["Retry-After"] = str(math.ceil(error.retry_after))
     if code == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(openai_body(error) if for_openai else problem_body(error), code, headers)
+    return JSONResponse(_body(error, path), code, headers)
 
 
-def problem_body(error: PacelineError) -> dict[str, Any]:
+def last_event(error: PacelineError, path: str) -> bytes:
+    """Return the event that ends a stream of events with an error, in the form that responses of the path have."""
+    return b"data: " + json.dumps(_body(error, path)).encode() + b"\n\n"
+
+
+def _body(error: PacelineError, path: str) -> dict[str, Any]:
     """Return an error as JSON: `detail` for people and Tinker's SDK, `error` for other clients."""
+    if is_openai(path, error):
+        return openai_body(error)
     message = status_message(error)
     kind = "invalid_request_error" if is_fixable_by_caller(error) else "api_error"
     return {

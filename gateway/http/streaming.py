@@ -9,6 +9,9 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+EVENTS = "text/event-stream"
+"""Media type of server-sent events."""
+
 
 class StreamedResponse(StreamingResponse):
     """A response that closes its generator, and then what that reads from.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
@@ -10,6 +11,7 @@ from functools import partial
 from time import monotonic
 
 import grpc
+import httpx
 import pytest
 from structlog.testing import capture_logs
 from support.patience import PATIENCE, standing_still
@@ -277,7 +279,12 @@ async def test_a_new_key_works_and_a_removed_one_stops_without_a_restart(up):
     assert isinstance(await failure(up.client.trainer.GetRun(_GET_RUN, metadata=up.auth)), errors.InvalidApiKey)
 
 
-@pytest.mark.parametrize("end", [remove_key, partial(expire_key, after=timedelta())], ids=["removed", "expired"])
+ends_a_key = pytest.mark.parametrize(
+    "end", [remove_key, partial(expire_key, after=timedelta())], ids=["removed", "expired"]
+)
+
+
+@ends_a_key
 async def test_a_stream_in_progress_ends_with_its_key(up, end):
     stream = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.auth)
     other = up.client.sampler.SampleStream(sampler_pb.SampleStreamRequest(), metadata=up.other_auth)
@@ -291,6 +298,23 @@ async def test_a_stream_in_progress_ends_with_its_key(up, end):
     assert isinstance(error_from_rpc(caught.value), errors.InvalidApiKey)
     assert await other.read()
     other.cancel()
+
+
+@ends_a_key
+async def test_a_stream_over_http_ends_with_its_key(tmp_path, end):
+    http, body = f"127.0.0.1:{free_port()}", {"model": "tiny", "prompt": "x", "stream": True}
+    async with (
+        stack(tmp_path, http_listen=http, http_state=tmp_path / "http") as up,
+        httpx.AsyncClient(base_url=f"http://{http}", headers=dict(up.auth), timeout=PATIENCE) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        end(up.keys_file, "laptop")
+        tail = b""
+        async for part in answer.aiter_raw():
+            tail = (tail + part)[-4096:]
+        assert json.loads(tail.rpartition(b"data: ")[2])["error"]["code"] == "invalid_api_key"
+        await asyncio.wait_for(up.sampler.left.wait(), PATIENCE)
 
 
 async def test_an_expired_key_is_told_when_it_expired(up):

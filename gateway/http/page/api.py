@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from gateway.admission import Authenticator
 from gateway.deployment import Deployment
 from gateway.http.middleware import identity_of, tenant_of
 from gateway.http.models import Models
 from gateway.http.page.files import PREFIX
-from gateway.http.problems import problem_body
+from gateway.http.problems import last_event
 from gateway.http.run_names import NAME
 from gateway.http.services import Services
-from gateway.http.streaming import StreamedResponse
+from gateway.http.streaming import EVENTS, StreamedResponse
 from paceline import codec, errors
 from paceline.codec.metrics import metrics_row_from_proto, rollout_row_from_proto
 from paceline.codec.status import (
@@ -59,7 +57,6 @@ class PageApi:
     services: Services
     models: Models
     deployment: Deployment
-    authenticators: Sequence[Authenticator]
 
     def routes(self) -> APIRouter:
         """Return the routes."""
@@ -86,7 +83,7 @@ class PageApi:
         @router.get("/runs/{run_id}/watch")
         async def watch(request: Request, run_id: str, after: int = 0) -> Response:
             asked = codec.make(metrics_pb.WatchMetricsRequest, run_id=run_id, after=after, max_seconds=_WATCH_SECONDS)
-            return StreamedResponse(self._watch(identity_of(request), asked), media_type="text/event-stream")
+            return StreamedResponse(self._watch(tenant_of(request), asked, request.url.path), media_type=EVENTS)
 
         @router.get("/runs/{run_id}/rollouts")
         async def rollouts(
@@ -118,20 +115,17 @@ class PageApi:
         reply = await self.services.call(tenant, request, pb.ListRunsResponse)
         return [codec.run_from_proto(run) for run in reply.runs]
 
-    async def _watch(self, identity: Identity, request: metrics_pb.WatchMetricsRequest) -> AsyncGenerator[bytes]:
+    async def _watch(self, tenant: str, request: metrics_pb.WatchMetricsRequest, path: str) -> AsyncGenerator[bytes]:
         """Yield rows as server-sent events; an error is the last event."""
         reply, seconds = metrics_pb.WatchMetricsResponse, _WATCH_SECONDS + 30
         try:
-            async with self.services.stream(identity.tenant, request, reply, seconds=seconds) as messages:
+            async with self.services.stream(tenant, request, reply, seconds=seconds) as messages:
                 yield b": rows follow\n\n"
                 async for message in messages:
-                    # Each message at the latest after ten seconds: a key that was removed sees no more.
-                    if not any(one.still_admits(identity) for one in self.authenticators):
-                        raise errors.InvalidApiKey("the API key was removed; enter another one")
                     content = await decoded(message.ByteSize(), _rows, message.rows, 0)
                     yield b"data: " + content + b"\n\n"
         except errors.PacelineError as error:
-            yield b"event: problem\ndata: " + json.dumps(problem_body(error)["error"]).encode() + b"\n\n"
+            yield last_event(error, path)
 
     async def _versions(self, tenant: str, run_id: str) -> dict[str, Any]:
         """Return a run's published versions, newest first, and the samplers that hold each."""

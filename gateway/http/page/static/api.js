@@ -55,7 +55,7 @@ export class Api {
   }
 }
 
-/** Yield the server-sent events of a response, as {type, data}. */
+/** Yield the data of a response's server-sent events. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let left = "";
@@ -67,12 +67,8 @@ export async function* events(response) {
       const whole = left.split("\n\n");
       left = whole.pop();
       for (const event of whole) {
-        const found = { type: "message", data: "" };
-        for (const line of event.split("\n")) {
-          if (line.startsWith("event: ")) found.type = line.slice(7);
-          if (line.startsWith("data: ")) found.data += line.slice(6);
-        }
-        if (found.data) yield found;
+        const data = event.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("");
+        if (data) yield data;
       }
     }
   } finally {

@@ -82,9 +82,9 @@ export class Chat {
       const body = { model: this.model.value, stream: true, temperature: Number(this.temperature.value), max_tokens: Number(this.tokens.value) };
       const response = await this.app.api.post(isChat ? "/v1/chat/completions" : "/v1/completions", { ...body, ...(isChat ? { messages: sent } : { prompt: text }) }, control.signal);
       answer.from = servedBy(response.headers);
-      for await (const part of events(response)) {
-        if (part.data === "[DONE]") break;
-        const told = JSON.parse(part.data);
+      for await (const data of events(response)) {
+        if (data === "[DONE]") break;
+        const told = JSON.parse(data);
         if (told.error) throw new Error(told.error.message);
         const choice = told.choices?.[0];
         answer.content += choice?.delta?.content ?? choice?.text ?? "";

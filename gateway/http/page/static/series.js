@@ -93,9 +93,9 @@ export async function follow(api, runId, series, signal, onChange, onState) {
       if (!series.last) await read(api, runId, series, signal, onChange);
       const response = await api.fetch(`/ui/api/runs/${encodeURIComponent(runId)}/watch?after=${series.last}`, { signal });
       onState("live");
-      for await (const event of events(response)) {
-        const told = JSON.parse(event.data);
-        if (event.type === "problem") throw new Problem(told.message, told.code === "INVALID_API_KEY" ? 401 : 0);
+      for await (const data of events(response)) {
+        const told = JSON.parse(data);
+        if (told.error) throw new Problem(told.error.message, told.error.code === "INVALID_API_KEY" ? 401 : 0);
         series.add(told.rows);
         if (told.rows.length) onChange();
       }
