@@ -56,7 +56,7 @@ class MetaClawApi:
         self._services = services
         self._models = models
         self.store = UnansweredRequests(state / "metaclaw.sqlite")
-        self._sessions = Sessions(services, self.store)
+        self.sessions = Sessions(services, self.store)
 
     def routes(self) -> APIRouter:
         """Return the routes."""
@@ -185,7 +185,7 @@ class MetaClawApi:
             return await self._send(request, body.session_id, [make], stepped)
 
     async def _send(self, request: Request, run_id: str, commands: Commands, conclude: Callable[..., Answer]) -> Answer:
-        return await while_connected(request, self._sessions.send(tenant_of(request), run_id, commands, conclude))
+        return await while_connected(request, self.sessions.send(tenant_of(request), run_id, commands, conclude))
 
     async def _sample(self, tenant: str, body: Sample) -> dict[str, Any]:
         ref = await self._sampled(tenant, body.session_id)

@@ -120,7 +120,7 @@ def api(gateways):
 
 def take(api, rate=1.0):
     """Take a step through a gateway."""
-    return api._sessions.send("tenant", RUN, [make(rate)], only)
+    return api.sessions.send("tenant", RUN, [make(rate)], only)
 
 
 def make(rate):
@@ -133,7 +133,7 @@ def only(session, reply):
 
 @pytest.fixture
 def step(api):
-    return lambda run_id, rate=1.0: api._sessions.send("tenant", run_id, [make(rate)], only)
+    return lambda run_id, rate=1.0: api.sessions.send("tenant", run_id, [make(rate)], only)
 
 
 async def test_the_first_requests_attach_once(trainer, step):
@@ -235,7 +235,7 @@ async def test_of_a_request_with_two_commands_only_the_one_without_an_answer_is_
     await step(RUN)
 
     def send():
-        return api._sessions.send("tenant", RUN, commands, lambda session, *replies: [reply.step for reply in replies])
+        return api.sessions.send("tenant", RUN, commands, lambda session, *replies: [reply.step for reply in replies])
 
     sending = asyncio.create_task(send())
     while trainer.taken[RUN] < 3:  # noqa: ASYNC110 - the trainer is asked for nothing else
