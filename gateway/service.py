@@ -14,7 +14,7 @@ from gateway.admission import AdmissionInterceptor, AnonymousAuthenticator, Auth
 from gateway.deployment import Deployment
 from gateway.http.services import Services
 from gateway.keys import KeyRing
-from gateway.metrics import CallMetrics, KeyMetrics, SamplerMetrics, add_http_metric
+from gateway.metrics import add_call_metrics, add_http_metric, add_key_metrics, add_router_metrics
 from gateway.proxy import SERVICES, Proxy, Router, Upstream
 from gateway.servicer import GatewayServicer
 from gateway.settings import GatewaySettings
@@ -66,11 +66,11 @@ class GatewayService:
         self._upstreams = [Upstream(name, target, settings.upstream_tls, settings.secret) for name, target in named]
         self._router = Router(self._upstreams[0], self._upstreams[1:], settings.spill_in_flight)
         self._deployment = Deployment(self._router, self._tenants, self._queue, self._waiting_bytes, settings)
-        SamplerMetrics(self._router, self._registry)
-        CallMetrics(self._router, self._queue, self._registry)
+        add_router_metrics(self._router, self._registry)
+        add_call_metrics(self._queue, self._registry)
         for keys in self._authenticators:
             if isinstance(keys, KeyRing):
-                KeyMetrics(keys, self._registry)
+                add_key_metrics(keys, self._registry)
         for upstream in self._upstreams:
             upstream.connect()
         with suppress(TimeoutError):

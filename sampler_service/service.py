@@ -18,7 +18,7 @@ from paceline.requests.tenant_limits import HeardLimits
 from paceline.rpc.channel import open_channel
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
 from paceline.rpc.process_metrics import add_free_bytes
-from paceline.rpc.quota_metrics import QuotaMetrics
+from paceline.rpc.quota_metrics import add_quota_metrics
 from paceline.rpc.server import Readiness
 from paceline.sampler.v1 import sampler_service_pb2 as pb
 from paceline.sampler.v1.sampler_service_pb2_grpc import add_SamplerServiceServicer_to_server
@@ -32,7 +32,7 @@ from sampler_service.recovery import EngineKeeper
 from sampler_service.rpc.servicer import SamplerServicer
 from sampler_service.sampling import Sampler
 from sampler_service.scheduling.admission import Admission, ResourceLimits
-from sampler_service.scheduling.tenant_metrics import TenantMetrics
+from sampler_service.scheduling.tenant_metrics import add_tenant_metrics
 from sampler_service.scheduling.tenant_queue import TenantQueue
 from sampler_service.settings import SamplerSettings
 from sampler_service.stores.adapters import VersionRegistry
@@ -228,7 +228,7 @@ class SamplerService:
         )
         queue = TenantQueue(_AHEAD * settings.max_num_seqs, first_at_once=True)
         self._metrics.completions_waiting.set_function(lambda: queue.waiting)
-        TenantMetrics(queue, self._registry)
+        add_tenant_metrics(queue, self._registry)
         most = settings.max_loaded_versions
         sampler = Sampler(
             self._engine,
@@ -240,7 +240,7 @@ class SamplerService:
             agreement.check,
             lambda tenant: min(most, self._tenants.of(tenant, "versions", settings.max_versions_per_tenant) or most),
         )
-        QuotaMetrics(self.name, sampler.tenants, sampler.quotas, self._registry)
+        add_quota_metrics(self.name, sampler.tenants, sampler.quotas, self._registry)
         return SamplerServicer(settings, self._engine, model, sampler, versions, receiver, agreement)
 
     def _ready_setter(self, readiness: Readiness) -> Callable[[bool], Awaitable[None]]:

@@ -20,7 +20,7 @@ from paceline.metrics.v1.metrics_service_pb2_grpc import add_MetricsServiceServi
 from paceline.requests.tenant_limits import HeardLimits
 from paceline.requests.waiting_bytes import WaitingBytes
 from paceline.rpc.interceptors import AroundInterceptor, CredentialInterceptor
-from paceline.rpc.quota_metrics import QuotaMetrics
+from paceline.rpc.quota_metrics import add_quota_metrics
 from paceline.rpc.server import Readiness
 from paceline.steady_clock import SteadyClock
 from paceline.trainer.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
@@ -99,7 +99,7 @@ class TrainerService:
         storage = RunStorage(self._volume, settings, failpoints, waiting_bytes, guard)
         self._registry = RunRegistry(self._volume, storage, guard)
         self._quotas = Quotas(settings.max_runs_per_tenant, self._registry, guard, waiting_bytes, tenants)
-        QuotaMetrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
+        add_quota_metrics(self.name, self._quotas.tenants, self._quotas.of, metrics)
         self._clock = SteadyClock()
         self._checkpoints = CheckpointStore(self._volume, failpoints, guard, self._clock)
         self._row_store = MetricsStore(

@@ -14,7 +14,7 @@ from support.ports import free_port
 from support.stacks.gateway_stack import CREDENTIAL, Sampler, Trainer, bearer, gateway, serving
 from support.stacks.sampler_stack import until
 
-from gateway.metrics import SamplerMetrics
+from gateway.metrics import add_router_metrics
 from gateway.proxy import Router, Upstream
 from paceline import errors
 from paceline.files.key_changes import add_key
@@ -155,7 +155,7 @@ async def test_the_metric_names_the_sampler(tmp_path):
     async with serving(Trainer()) as trainer, serving(Sampler(base="other")) as at, serving(Sampler()) as good:
         named = [("trainer", trainer), ("sampler", at), ("sampler", good)]
         upstreams = [Upstream(name, f"127.0.0.1:{port}", None, CREDENTIAL) for name, port in named]
-        SamplerMetrics(Router(upstreams[0], upstreams[1:], 0), registry)
+        add_router_metrics(Router(upstreams[0], upstreams[1:], 0), registry)
         for upstream in upstreams:
             upstream.connect()
         await asyncio.wait_for(asyncio.gather(*(upstream.settled.wait() for upstream in upstreams)), PATIENCE)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from gateway.keys import KeyRing
-from gateway.metrics import KeyMetrics
+from gateway.metrics import add_key_metrics
 from paceline import errors
 from paceline.files.api_keys import PREFIX, read_keys
 from paceline.files.key_changes import add_key, expire_key, remove_key, rotate_key
@@ -210,7 +210,7 @@ def test_the_times_of_last_use_are_those_of_keys_in_the_file(keys_file):
     add_key(keys_file, "team-b", "never-used")
     ring, begun = KeyRing(keys_file), time.time()
     registry = CollectorRegistry()
-    KeyMetrics(ring, registry)
+    add_key_metrics(ring, registry)
     ring.identify(key)
     value = partial(registry.get_sample_value, "paceline_gateway_key_last_use_seconds")
     assert begun <= value({"tenant": "team-a", "key": "laptop"}) <= time.time()

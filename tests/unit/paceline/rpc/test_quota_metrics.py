@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from paceline.rpc.quota_metrics import QuotaMetrics
+from paceline.rpc.quota_metrics import add_quota_metrics
 from paceline.types import Quota
 
 
 def test_use_is_shown_by_tenant_and_limits_once():
     used = {"anquetil": 3, "bartali": 5}
     registry = CollectorRegistry()
-    QuotaMetrics("sampler", lambda: used, lambda tenant: [Quota("versions", used.get(tenant, 0), 16)], registry)
+    add_quota_metrics("sampler", lambda: used, lambda tenant: [Quota("versions", used.get(tenant, 0), 16)], registry)
 
     def value(tenant: str) -> float | None:
         return registry.get_sample_value("paceline_sampler_quota_used", {"tenant": tenant, "quota": "versions"})
