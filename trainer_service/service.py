@@ -52,11 +52,11 @@ from trainer_service.runs.record import RunRecord
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
 from trainer_service.service_metrics import (
-    CertificateMetrics,
-    RunMetrics,
     TrainerMetrics,
-    WatchMetrics,
+    add_certificate_metrics,
     add_disk_metrics,
+    add_run_metrics,
+    add_watch_metrics,
 )
 from trainer_service.settings import TrainerSettings
 from trainer_service.text import read_tokenizer_files
@@ -108,7 +108,7 @@ class TrainerService:
         self._recorder = Recorder(self._row_store)
         self._usage = UsageLedger(self._volume.root, metrics)
         self._hub = WatchHub()
-        WatchMetrics(self._hub, metrics)
+        add_watch_metrics(self._hub, metrics)
         self._hub.on_acknowledged = lambda run_id, version: self._recorder.acknowledged(run_id, version, perf_counter())
         group = GroupOptions(settings.group_listen, settings.group_backend, settings.group_seconds)
         self._group = BroadcastGroup(group, self._hub)
@@ -117,7 +117,7 @@ class TrainerService:
             on_exit=self._engine_exited,
             patience=Patience(settings.engine_silence_seconds, settings.engine_stall_seconds),
         )
-        CertificateMetrics(self._engine.describe, metrics)
+        add_certificate_metrics(self._engine.describe, metrics)
         self._base = SharedBaseWatch(settings.base_dir)
         self._agreements = Agreements(self._engine, self._find_version, metrics)
         self._agreements.on_compared = self._recorder.compared
@@ -168,7 +168,7 @@ class TrainerService:
         self._lock: FolderLock | None = None
         self._tokenizer_files: Mapping[str, bytes] = {}
         self._restarting = False
-        RunMetrics(self._registry, settings.snapshot_seconds, metrics)
+        add_run_metrics(self._registry, settings.snapshot_seconds, metrics)
         add_disk_metrics(settings, metrics)
         Gauge(
             "paceline_trainer_group_members", "Samplers in the process group of the bridge collective", registry=metrics

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter as Count
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from paceline import errors
 from paceline.rpc.process_metrics import add_free_bytes
+from paceline.rpc.scraped_gauges import add_gauge
 from paceline.rpc.tenant_labels import TenantLabels
 from paceline.types import ModelCertificate, ModelInfo, PackingMode
 from trainer_service.publish.watch_hub import WatchHub
@@ -68,107 +67,84 @@ def add_disk_metrics(settings: TrainerSettings, registry: CollectorRegistry) -> 
     least.set(settings.min_free_bytes)
 
 
-class RunMetrics(Collector):
-    """Reads at each scrape what the runs' commands are doing, and how much of them no snapshot has."""
+def add_run_metrics(runs: RunRegistry, snapshot_seconds: float, registry: CollectorRegistry) -> None:
+    """Export what the runs' commands are doing, and how much of them no snapshot has.
 
-    def __init__(self, runs: RunRegistry, snapshot_seconds: float, registry: CollectorRegistry) -> None:
-        """`snapshot_seconds` is the setting of that name."""
-        self._runs = runs
-        self._snapshot_seconds = snapshot_seconds
-        registry.register(self)
+    `snapshot_seconds` is the setting of that name.
+    """
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        yield from self._families()
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        count, commands, replay, limit = self._families()
-        runs = list(self._runs)
-        count.add_metric((), len(runs))
+    def commands() -> Iterable[tuple[tuple[str, str], int]]:
         states: Count[tuple[str, str]] = Count()
         for run in runs:
             for state, number in run.sequencer.states().items():
                 states[run.tenant, state.name.lower()] += number
-        for labels, number in sorted(states.items()):
-            commands.add_metric(labels, number)
-        replay.add_metric((), max((run.unsaved_seconds for run in runs), default=0.0))
-        limit.add_metric((), self._snapshot_seconds)
-        yield from (count, commands, replay, limit)
+        return states.items()
 
-    def _families(self) -> tuple[GaugeMetricFamily, ...]:
-        prefix = "paceline_trainer"
-        return (
-            GaugeMetricFamily(f"{prefix}_runs", "Runs"),
-            GaugeMetricFamily(
-                f"{prefix}_commands", "Commands that have not ended, by state", labels=("tenant", "state")
-            ),
-            GaugeMetricFamily(
-                f"{prefix}_replay_seconds", "Execution that no snapshot has, of the run that has most of it"
-            ),
-            GaugeMetricFamily(f"{prefix}_snapshot_seconds", "Execution after which a snapshot is due (the setting)"),
-        )
-
-
-class WatchMetrics(Collector):
-    """Reads at each scrape which samplers watch, and for how long each has been behind."""
-
-    def __init__(self, hub: WatchHub, registry: CollectorRegistry) -> None:
-        self._hub = hub
-        registry.register(self)
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        yield from self._families()
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        count, behind = self._families()
-        watchers = self._hub.watchers()
-        count.add_metric((), len(watchers))
-        for watcher in watchers:
-            behind.add_metric((watcher.sampler_id,), watcher.seconds_behind())
-        yield from (count, behind)
-
-    def _families(self) -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
-        return (
-            GaugeMetricFamily("paceline_trainer_watchers", "Samplers that watch"),
-            GaugeMetricFamily(
-                "paceline_trainer_sampler_behind_seconds",
-                "How long the sampler has lacked the newest version of a run without loading any; 0 if it has all",
-                labels=("sampler",),
-            ),
-        )
-
-
-class CertificateMetrics(Collector):
-    """Reads at each scrape the certificate that GetServerInfo returns; empty until an engine has loaded a model."""
-
-    def __init__(self, describe: Callable[[], ModelInfo], registry: CollectorRegistry) -> None:
-        """`describe` returns the loaded model, and raises EngineUnavailable while there is none."""
-        self._describe = describe
-        registry.register(self)
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        yield from _families(None)
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        try:
-            certificate = self._describe().certificate
-        except errors.EngineUnavailable:
-            return
-        yield from _families(certificate)
-
-
-def _families(found: ModelCertificate | None) -> Iterator[GaugeMetricFamily]:
-    prefix = "paceline_trainer_certificate"
-    difference = GaugeMetricFamily(
-        f"{prefix}_difference", "Difference between this engine and stock transformers", labels=("of",)
+    prefix = "paceline_trainer"
+    number = Gauge(f"{prefix}_runs", "Runs", registry=registry)
+    number.set_function(lambda: len(list(runs)))
+    description = "Commands that have not ended, by state"
+    add_gauge(f"{prefix}_commands", description, ("tenant", "state"), commands, registry)
+    replay = Gauge(
+        f"{prefix}_replay_seconds", "Execution that no snapshot has, of the run that has most of it", registry=registry
     )
-    bound = GaugeMetricFamily(f"{prefix}_bound", "Upper bound on that difference from rounding", labels=("of",))
-    seconds = GaugeMetricFamily(f"{prefix}_seconds", "Time that the check took at the last load")
-    packs = GaugeMetricFamily(f"{prefix}_packs", "1 if sequences share passes, else 0", labels=("attention",))
-    if found is not None:
-        difference.add_metric(("logprobs",), found.logprob_difference)
-        difference.add_metric(("gradients",), found.gradient_difference)
-        bound.add_metric(("logprobs",), found.logprob_bound)
-        bound.add_metric(("gradients",), found.gradient_bound)
-        seconds.add_metric((), found.seconds)
-        packs.add_metric((found.attention,), float(found.packing is PackingMode.PACKED))
-    yield from (difference, bound, seconds, packs)
+    replay.set_function(lambda: max((run.unsaved_seconds for run in runs), default=0.0))
+    limit = Gauge(
+        f"{prefix}_snapshot_seconds", "Execution after which a snapshot is due (the setting)", registry=registry
+    )
+    limit.set(snapshot_seconds)
+
+
+def add_watch_metrics(hub: WatchHub, registry: CollectorRegistry) -> None:
+    """Export which samplers watch, and for how long each has been behind."""
+    number = Gauge("paceline_trainer_watchers", "Samplers that watch", registry=registry)
+    number.set_function(lambda: len(hub.watchers()))
+    add_gauge(
+        "paceline_trainer_sampler_behind_seconds",
+        "How long the sampler has lacked the newest version of a run without loading any; 0 if it has all",
+        ("sampler",),
+        lambda: [((watcher.sampler_id,), watcher.seconds_behind()) for watcher in hub.watchers()],
+        registry,
+    )
+
+
+def add_certificate_metrics(describe: Callable[[], ModelInfo], registry: CollectorRegistry) -> None:
+    """Export the certificate that GetServerInfo returns; there are no values until an engine has loaded a model.
+
+    `describe` returns the loaded model, and raises EngineUnavailable while there is none.
+    """
+
+    def add(
+        name: str,
+        description: str,
+        labels: Sequence[str],
+        values: Callable[[ModelCertificate], Iterable[tuple[Sequence[str], float]]],
+    ) -> None:
+        def read() -> Iterable[tuple[Sequence[str], float]]:
+            try:
+                certificate = describe().certificate
+            except errors.EngineUnavailable:
+                return ()
+            return () if certificate is None else values(certificate)
+
+        add_gauge(f"paceline_trainer_certificate_{name}", description, labels, read, registry)
+
+    add(
+        "difference",
+        "Difference between this engine and stock transformers",
+        ("of",),
+        lambda found: [(("logprobs",), found.logprob_difference), (("gradients",), found.gradient_difference)],
+    )
+    add(
+        "bound",
+        "Upper bound on that difference from rounding",
+        ("of",),
+        lambda found: [(("logprobs",), found.logprob_bound), (("gradients",), found.gradient_bound)],
+    )
+    add("seconds", "Time that the check took at the last load", (), lambda found: [((), found.seconds)])
+    add(
+        "packs",
+        "1 if sequences share passes, else 0",
+        ("attention",),
+        lambda found: [((found.attention,), float(found.packing is PackingMode.PACKED))],
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
@@ -31,7 +32,7 @@ class _ScrapedGauge(Collector):
         labels: Sequence[str],
         read: Callable[[], Iterable[tuple[Sequence[str], float]]],
     ) -> None:
-        self._empty = lambda: GaugeMetricFamily(name, description, labels=labels)
+        self._empty = partial(GaugeMetricFamily, name, description, labels=labels)
         self._read = read
 
     def describe(self) -> Iterator[GaugeMetricFamily]:

@@ -8,7 +8,7 @@ from paceline.errors import EngineUnavailable
 from paceline.rpc.server import Readiness
 from paceline.types import ModelCertificate, ModelInfo, PackingMode
 from trainer_service.service import TrainerService
-from trainer_service.service_metrics import CertificateMetrics
+from trainer_service.service_metrics import add_certificate_metrics
 from trainer_service.settings import TrainerSettings
 
 CERTIFICATE = ModelCertificate(
@@ -33,7 +33,7 @@ def test_there_is_nothing_until_a_model_is_loaded_and_then_what_was_measured():
         return loaded[-1]
 
     registry = CollectorRegistry()
-    CertificateMetrics(describe, registry)
+    add_certificate_metrics(describe, registry)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"paceline_trainer_certificate_{name}", labels)

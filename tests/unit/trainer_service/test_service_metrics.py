@@ -13,7 +13,7 @@ from trainer_service.limits.disk_guard import NO_GUARD, DiskGuard
 from trainer_service.publish.watch_hub import Watcher, WatchHub
 from trainer_service.runs.registry import RunRegistry
 from trainer_service.runs.storage import RunStorage
-from trainer_service.service_metrics import RunMetrics, TrainerMetrics, WatchMetrics, add_disk_metrics
+from trainer_service.service_metrics import TrainerMetrics, add_disk_metrics, add_run_metrics, add_watch_metrics
 from trainer_service.settings import TrainerSettings
 
 RUN, OTHER = (layout.new_run_id() for _ in range(2))
@@ -35,7 +35,7 @@ class Watched:
     def __init__(self):
         self.hub, self.registry = WatchHub(), CollectorRegistry()
         self.watcher = Watcher("one", {})
-        WatchMetrics(self.hub, self.registry)
+        add_watch_metrics(self.hub, self.registry)
 
     def behind(self):
         return self.registry.get_sample_value("paceline_trainer_sampler_behind_seconds", {"sampler": "one"})
@@ -81,7 +81,7 @@ async def test_a_trainer_without_runs_replays_nothing_and_has_the_room_of_its_di
     settings = TrainerSettings(model="tiny", checkpoint_dir=tmp_path, min_free_bytes=7, insecure=True)
     volume, registry = layout.Volume(tmp_path), CollectorRegistry()
     storage = RunStorage(volume, settings, NO_FAILPOINTS, WaitingBytes(), NO_GUARD)
-    RunMetrics(RunRegistry(volume, storage, DiskGuard(volume=volume)), settings.snapshot_seconds, registry)
+    add_run_metrics(RunRegistry(volume, storage, DiskGuard(volume=volume)), settings.snapshot_seconds, registry)
     add_disk_metrics(settings, registry)
     shown = {
         name: registry.get_sample_value(f"paceline_trainer_{name}")
